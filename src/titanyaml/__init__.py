@@ -1,0 +1,3 @@
+"""titanyaml: PyTorch-native LLM pre-training driven by Hydra YAML."""
+
+__version__ = "0.1.0"
