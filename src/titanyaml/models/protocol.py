@@ -1,0 +1,44 @@
+"""What a model says of itself, so that plugins and the planner need not look inside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts of one decoder.
+
+    Args:
+        blocks: qualified names of the repeated blocks in order ("layers.0", ...).
+        embedding, head, final_norm: qualified names of these modules; ``head`` equals ``embedding`` where tied.
+        num_params: logical parameters, a tied weight counted once.
+        num_embedding_params: parameters of the input embedding (not in the FLOPs of a token).
+        num_layers, num_heads, num_kv_heads, head_dim, dim, ffn_dim, vocab_size, max_seq_len: sizes.
+        tied: whether head and embedding share their weight.
+    """
+
+    blocks: tuple[str, ...]
+    embedding: str
+    head: str
+    final_norm: str
+    num_params: int
+    num_embedding_params: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dim: int
+    ffn_dim: int
+    vocab_size: int
+    max_seq_len: int
+    tied: bool
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Training FLOPs per token: 6*(parameters - input embedding) + 12*layers*heads*head_dim*seq.
+
+        The convention of the published MFU figures: forward and backward, attention not halved for causality,
+        recomputation not counted. With tied embeddings the head's matrix product remains, so nothing is subtracted.
+        """
+        matmul_params = self.num_params - (0 if self.tied else self.num_embedding_params)
+        return 6 * matmul_params + 12 * self.num_layers * self.num_heads * self.head_dim * seq_len

@@ -1,0 +1,92 @@
+"""What a plugin is, what it is given and what it owes.
+
+A plugin is a class with four class attributes and two methods; it transforms the model in place or returns another
+one, and says what it did. It knows neither the loop nor any other plugin.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from titanyaml.errors import Problem
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titanyaml.dist.mesh import ParallelDims
+    from titanyaml.models.protocol import ModelFacts
+
+#: The backbone of the order: a node of an earlier stage runs before one of a later stage unless after/before say else.
+STAGES = ("pp", "quant", "tp", "ep", "cp", "async_tp", "model", "ac", "compile", "fsdp", "final")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a transform did.
+
+    Args:
+        summary: one past-tense sentence with numbers ("sharded 33 modules over dp_shard(2)").
+        modules: qualified names of the modules it touched; ``["*"]`` for the whole model.
+        skipped: module name to the reason it was left alone.
+    """
+
+    summary: str
+    modules: list[str]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Context:
+    """All that a plugin may know. Built once per run; dtypes are torch dtypes.
+
+    Args:
+        dims: degrees of the mesh. mesh: the DeviceMesh, None where one rank runs alone.
+        device: where the model will live ("meta" devices are used for planning).
+        param_dtype, compute_dtype, reduce_dtype: master parameters; forward and backward; gradient reduction.
+        facts: what the model says of itself. seq_len: tokens. local_batch: sequences per forward.
+        accumulation: forwards per optimizer step. active: names of the nodes that are on.
+    """
+
+    dims: ParallelDims
+    mesh: DeviceMesh | None
+    device: torch.device
+    param_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    facts: ModelFacts
+    seq_len: int
+    local_batch: int
+    accumulation: int
+    active: tuple[str, ...] = ()
+    log: logging.Logger = logging.getLogger("titanyaml.pipeline")
+
+
+@runtime_checkable
+class Transform(Protocol):
+    """The protocol. ``requires``, ``conflicts``, ``after``, ``before`` name nodes and default to ``()``.
+
+    Optional methods, looked up by name:
+
+    - ``reason_off(ctx) -> str``: non-empty where the configuration or the device leaves nothing to do; the node is
+      then dropped and the reason shown.
+    - ``verify(model, ctx) -> Change``: called once after the first step, for what is known only then.
+    """
+
+    stage: str
+    requires: Sequence[str]
+    conflicts: Sequence[str]
+    after: Sequence[str]
+    before: Sequence[str]
+
+    def check(self, ctx: Context) -> list[Problem]:
+        """Problems that the configuration alone shows; nothing is changed."""
+        ...
+
+    def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
+        """Transform the model (on meta) and report it."""
+        ...
