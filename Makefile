@@ -1,0 +1,38 @@
+# make train and make test are all the set-up there is: each makes the virtual environment it needs.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.PHONY: train test lint aim clean help
+
+help:
+	@echo "make train   train the debug Llama here (ARGS='key=value ...' adds overrides)"
+	@echo "make test    run the tests"
+	@echo "make aim     serve the tracked runs in a browser"
+	@echo "make lint    check the style"
+
+train: $(VENV)/.core
+	$(BIN)/python -m titanyaml $(ARGS)
+
+test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+
+aim: $(VENV)/.core
+	test -d outputs/.aim || $(BIN)/aim init --repo outputs
+	$(BIN)/aim up --repo outputs
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info
+
+$(VENV)/.core: setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@

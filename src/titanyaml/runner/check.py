@@ -1,0 +1,61 @@
+"""Show what would run, without running it: the tree, the mesh, the pipeline (``runner=check``).
+
+The pipeline is the real one, applied to the model on meta under a fake process group of the mesh's size, so that each
+row of the table is what the plugin did, not what it intends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from titanyaml.config import degrees
+from titanyaml.config.schema import Config
+from titanyaml.dist import compat
+from titanyaml.dist.env import Env
+from titanyaml.dist.mesh import ParallelDims
+from titanyaml.pipeline import show
+from titanyaml.runner import setup
+from titanyaml.rundir import RunDir
+
+
+def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
+    """Print the resolved tree, the mesh and the pipeline table; nothing is trained and no rank is started."""
+    world_size = degrees.world_size(config)
+    dims = ParallelDims.resolve(config.parallel, world_size)
+    console = Console()
+    console.print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), markup=False, highlight=False)
+    with compat.fake_process_group(world_size):
+        mesh = dims.build("cpu") if world_size > 1 else None
+        ctx = setup.context(config, env, dims, mesh=mesh)
+        _, resolved, changes = setup.transform(config, ctx)
+        console.print(mesh_table(dims))
+        console.print(show.table(resolved, changes))
+    facts, seq_len = ctx.facts, config.train.seq_len
+    tokens = setup.global_batch(config, dims) * seq_len
+    console.print(
+        f"{config.model.name}: {facts.num_params:,} parameters, {facts.flops_per_token(seq_len) / 1e9:,.2f} GFLOP "
+        f"per token at {seq_len} tokens; {tokens:,} tokens a step, accumulation {ctx.accumulation}; compute "
+        f"{str(ctx.compute_dtype).removeprefix('torch.')} on {env.device.type}",
+        highlight=False,
+    )
+    return {"world_size": world_size}
+
+
+def mesh_table(dims: ParallelDims) -> Table:
+    """One row per axis that has more than one rank."""
+    table = Table(title=f"mesh: {dims.world_size} rank{'s' if dims.world_size > 1 else ''}", title_justify="left")
+    table.add_column("axis")
+    table.add_column("ranks", justify="right")
+    for axis, size in dataclasses.asdict(dims).items():
+        if size > 1:
+            table.add_row(axis, str(size))
+    if dims.world_size == 1:
+        table.add_row("none: one rank", "1")
+    return table
+
+

@@ -1,0 +1,66 @@
+"""Loss on held-out text: during training, and of a checkpoint (``runner=eval``)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from titanyaml.config.schema import Config
+from titanyaml.data.loader import validation_batches
+from titanyaml.dist import comm
+from titanyaml.dist.env import Env
+from titanyaml.loss import CrossEntropy
+from titanyaml.runner import setup
+from titanyaml.runner.load import adopt_trained, load_weights
+from titanyaml.runner.step import valid_tokens
+from titanyaml.rundir import RunDir
+
+if TYPE_CHECKING:
+    from titanyaml.runner.setup import Built
+
+log = logging.getLogger("titanyaml")
+
+
+@torch.no_grad()
+def mean_loss(
+    built: Built, dataset: Any, *, loss_fn: CrossEntropy, env: Env, documents: bool, global_batch: int,
+    local_batch: int, batches: int,
+) -> float:
+    """Mean token loss (nats) over the first ``batches`` global batches of ``dataset``, the same on every rank."""
+    loss_sum = torch.zeros((), dtype=torch.float64, device=env.device)
+    tokens = 0
+    steps = validation_batches(
+        dataset, global_batch=global_batch, local_batch=local_batch, data_rank=setup.data_rank(built),
+        data_degree=built.context.dims.data_degree, batches=batches,
+    )
+    for step in steps:
+        tokens += valid_tokens(step)
+        for batch in step:
+            loss_sum += built.model(**setup.to_device(batch, env.device, documents=documents), loss_fn=loss_fn)
+    total, count = comm.sum_scalars([float(loss_sum), tokens], env)
+    return total / count
+
+
+def evaluate(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
+    """Validation loss and perplexity of the checkpoint ``runner.checkpoint``.
+
+    The model and the tokenizer are those of the checkpoint's run; the text too, unless ``data`` was typed.
+    """
+    config, path = adopt_trained(config, run)
+    tokenizer = setup.build_tokenizer(config, env)
+    dataset = setup.build_data(config, env, tokenizer, split="validation")
+    built = setup.build_model(config, env)
+    meta = load_weights(built, path, config=config, run=run, env=env)
+    loss = mean_loss(
+        built, dataset, loss_fn=setup.loss_function(config), env=env, documents=config.model.document_mask,
+        global_batch=setup.global_batch(config, built.context.dims), local_batch=config.train.local_batch,
+        batches=config.validation.batches,
+    )
+    record = {"step": meta["step"], "validation_loss": loss, "perplexity": math.exp(loss)}
+    if env.is_main:
+        run.metric(record)
+        log.info("step %d: validation loss %.4f nats/token, perplexity %.2f", meta["step"], loss, record["perplexity"])
+    return {"metric": loss, **record}

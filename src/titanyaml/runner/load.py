@@ -1,0 +1,65 @@
+"""A trained model from a checkpoint, for the runners that read one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from titanyaml.config import dump
+from titanyaml.config.schema import Config
+from titanyaml.dist.env import Env
+from titanyaml.errors import CheckpointError, ConfigError
+from titanyaml.runner import setup
+from titanyaml.rundir import RunDir
+
+if TYPE_CHECKING:
+    from titanyaml.runner.setup import Built
+
+#: Groups that belong to the checkpoint: typing one beside runner.checkpoint would be ignored, hence refused.
+FROZEN = ("model", "tokenizer")
+
+
+def adopt_trained(config: Config, run: RunDir) -> tuple[Config, Path]:
+    """The configuration with model, tokenizer and (unless typed) text of the checkpoint's run, and the checkpoint.
+
+    Raises:
+        CheckpointError: there is no run or checkpoint at ``runner.checkpoint``.
+        ConfigError: a group that the checkpoint fixes was typed.
+    """
+    checkpoint = Path(config.runner.checkpoint)
+    home = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
+    if not (home / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{checkpoint} is neither a run folder nor a checkpoint in one", key="runner.checkpoint",
+            hint="runner.checkpoint=outputs/<run.name>/<run.id>",
+        )
+    trained = dump.load(home / "config.yaml", run_id=home.name, run_dir=str(home))
+    typed = typed_groups(run)
+    for group in FROZEN:
+        if group in typed:
+            raise ConfigError(f"is fixed by the checkpoint {checkpoint}", key=group, hint=f"leave out {group}")
+    kept = {group: getattr(trained, group) for group in FROZEN}
+    if "data" not in typed:
+        kept["data"] = trained.data
+    train = dataclasses.replace(
+        config.train, seq_len=config.train.seq_len if "train.seq_len" in typed else trained.train.seq_len
+    )
+    return dataclasses.replace(config, **kept, train=train), checkpoint
+
+
+def typed_groups(run: RunDir) -> set[str]:
+    """Groups and keys that the command line named: ``model=x model.dim=8`` -> {"model", "model.dim"}."""
+    overrides = yaml.safe_load((run.path / "overrides.yaml").read_text()).get("overrides", [])
+    keys = {text.lstrip("+~").split("=", 1)[0].split("@")[0] for text in overrides}
+    return keys | {key.split(".")[0] for key in keys}
+
+
+def load_weights(built: Built, path: Path, *, config: Config, run: RunDir, env: Env) -> dict[str, Any]:
+    """Fill the built model from the checkpoint; the checkpoint's meta data."""
+    weights = built.weights()
+    meta = setup.checkpointer(config, run, env, reader=True).load(path, {"model": weights}, only=("model",))
+    built.publish()
+    return meta

@@ -1,0 +1,59 @@
+"""What a person reads at the start and at the end of a run; and the records that stand beside the metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from titanyaml.config.schema import Config
+from titanyaml.dist.env import Env
+from titanyaml.pipeline import show
+from titanyaml.rundir import RunDir, atomic_write
+
+if TYPE_CHECKING:
+    from titanyaml.runner.setup import Built
+
+log = logging.getLogger("titanyaml")
+
+
+def start(
+    config: Config, run: RunDir, env: Env, built: Built, dataset: Any, *, global_batch: int, first_step: int
+) -> None:
+    """Log what is about to be trained, on what, in which precision, and write ``pipeline.json``."""
+    ctx = built.context
+    records = show.records(built.resolved, built.changes)
+    atomic_write(run.path / "pipeline.json", json.dumps(records, indent=1) + "\n")
+    why = "train.compute_dtype" if config.train.compute_dtype != "auto" else f"the default on {env.device.type}"
+    log.info("run %s", run.path)
+    log.info(
+        "model %s: %s parameters; %s; %d rank%s on %s", config.model.name, f"{ctx.facts.num_params:,}",
+        f"compute {_name(ctx.compute_dtype)} ({why}), master {_name(ctx.param_dtype)}, "
+        f"reduce {_name(ctx.reduce_dtype)}",
+        env.world_size, "" if env.world_size == 1 else "s", env.device.type,
+    )
+    for name, change in built.changes:
+        log.info("pipeline %s: %s", name, change.summary)
+    for name, reason in built.resolved.off.items():
+        log.info("pipeline %s: off, %s", name, reason)
+    tokens = global_batch * config.train.seq_len
+    log.info(
+        "data %s: %s; %s tokens a step (%d x %d, accumulation %d); steps %d to %d", config.data.kind,
+        "a stream" if dataset.num_tokens is None else f"{dataset.num_tokens:,} tokens",
+        f"{tokens:,}", global_batch, config.train.seq_len, ctx.accumulation, first_step, config.train.steps,
+    )
+
+
+def finish(config: Config, run: RunDir, result: dict[str, Any], *, saved: bool) -> None:
+    """The last lines: losses, the folder, and what to type next."""
+    losses = [f"loss {result['loss']:.4f}"] if "loss" in result else []
+    if "validation_loss" in result:
+        losses.append(f"validation loss {result['validation_loss']:.4f}")
+    log.info("done at step %d: %s", result["step"], ", ".join(losses) or "nothing was left to do")
+    log.info("run directory: %s", run.path)
+    if saved:
+        log.info("sample from it: python -m titanyaml runner=sample runner.checkpoint=%s", run.path)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,59 @@
+"""Write text from a checkpoint (``runner=sample``)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from titanyaml.config.schema import Config
+from titanyaml.dist import rng
+from titanyaml.dist.env import Env
+from titanyaml.errors import ConfigError, LaunchError
+from titanyaml.models.generate import generate
+from titanyaml.runner import setup
+from titanyaml.runner.load import adopt_trained, load_weights
+from titanyaml.rundir import RunDir, atomic_write
+
+
+def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
+    """Continue ``runner.prompt`` with the checkpoint's model; prints as it writes, and keeps ``sample.txt``.
+
+    Raises:
+        LaunchError: more than one rank: a cache is kept by one.
+        ConfigError: the prompt has no tokens, or prompt and new tokens exceed the model's context.
+    """
+    if env.world_size > 1:
+        raise LaunchError("runner=sample runs on one rank", key="parallel", hint="parallel=single launch.nproc=1")
+    config, path = adopt_trained(config, run)
+    tokenizer = setup.build_tokenizer(config, env)
+    built = setup.build_model(config, env)
+    load_weights(built, path, config=config, run=run, env=env)
+    options = config.runner
+    prompt = tokenizer.encode(options.prompt)
+    if not prompt and tokenizer.bos_id is not None:
+        prompt = [tokenizer.bos_id]
+    room = config.model.max_seq_len - len(prompt)
+    if not prompt or room < options.max_new_tokens:
+        raise ConfigError(
+            f"{len(prompt)} prompt tokens and {options.max_new_tokens} new ones do not fit in "
+            f"model.max_seq_len={config.model.max_seq_len}, or the prompt is empty",
+            key="runner.max_new_tokens", hint=f"runner.max_new_tokens={max(room, 1)}",
+        )
+    tokens = generate(
+        built.model, prompt, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
+        top_k=options.top_k, generator=rng.generator(config.run.seed, "sample", device=env.device),
+        stop_ids=(tokenizer.eos_id,),
+    )
+    written, text = list(prompt), options.prompt
+    sys.stdout.write(text)
+    for token in tokens:
+        written.append(token)
+        # a token may hold part of a character: print only what later tokens cannot change
+        whole = tokenizer.decode(written).rstrip("\ufffd")
+        if whole.startswith(text):
+            sys.stdout.write(whole[len(text):])
+            sys.stdout.flush()
+            text = whole
+    sys.stdout.write("\n")
+    atomic_write(run.path / "sample.txt", tokenizer.decode(written) + "\n")
+    return {"tokens": len(written) - len(prompt)}

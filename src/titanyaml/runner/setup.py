@@ -1,0 +1,216 @@
+"""From a resolved configuration to the objects that a runner works with, in the order in which they depend.
+
+``data_and_tokenizer`` -> ``context`` -> ``build_model`` (meta -> pipeline -> materialise) -> the runner's own loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from titanyaml import data as data_package
+from titanyaml import tokenizer as tokenizer_package
+from titanyaml.config.schema import Config
+from titanyaml.dist import comm
+from titanyaml.dist.env import Env
+from titanyaml.dist.mesh import ParallelDims
+from titanyaml.errors import DataError
+from titanyaml.loss import CrossEntropy
+from titanyaml.models import decoder
+from titanyaml.models.init import materialise
+from titanyaml.pipeline import resolve as pipeline
+from titanyaml.pipeline.protocol import Change, Context
+
+if TYPE_CHECKING:
+    from titanyaml.data.loader import Batch
+
+log = logging.getLogger("titanyaml")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model ready to run.
+
+    Args:
+        model: the transformed model, materialised on the device.
+        masters: full-precision copies of parameters that are stored narrower, by name (``models.init.materialise``).
+        context: what the plugins were told. resolved: the ordered plugins. changes: what each of them did.
+    """
+
+    model: nn.Module
+    masters: dict[str, Tensor]
+    context: Context
+    resolved: pipeline.Resolved
+    changes: list[tuple[str, Change]]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter under its name, in full precision: what a checkpoint holds."""
+        return {name: self.masters.get(name, p.detach()) for name, p in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the stored parameters, after the masters were loaded."""
+        for name, parameter in self.model.named_parameters():
+            if name in self.masters:
+                parameter.copy_(self.masters[name])
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """``train.compute_dtype``, where ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    name = config.train.compute_dtype
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, name)
+
+
+def accumulation(config: Config, dims: ParallelDims) -> int:
+    """Forwards per optimizer step; the rule table has made sure that it is a whole number."""
+    if config.train.global_batch is None:
+        return 1
+    return config.train.global_batch // (config.train.local_batch * dims.data_degree)
+
+
+def global_batch(config: Config, dims: ParallelDims) -> int:
+    """Sequences per optimizer step over all ranks."""
+    return config.train.global_batch or config.train.local_batch * dims.data_degree
+
+
+def context(config: Config, env: Env, dims: ParallelDims, *, mesh: Any = None) -> Context:
+    """What the plugins are told."""
+    return Context(
+        dims=dims,
+        mesh=mesh,
+        device=env.device,
+        param_dtype=getattr(torch, config.train.param_dtype),
+        compute_dtype=compute_dtype(config, env.device),
+        reduce_dtype=getattr(torch, config.train.reduce_dtype),
+        facts=decoder.build(config.model).facts,
+        seq_len=config.train.seq_len,
+        local_batch=config.train.local_batch,
+        accumulation=accumulation(config, dims),
+        log=log,
+    )
+
+
+def transform(config: Config, ctx: Context) -> tuple[nn.Module, pipeline.Resolved, list[tuple[str, Change]]]:
+    """Build the model on meta and run the pipeline over it."""
+    resolved = pipeline.resolve(config.pipeline.plugins, ctx)
+    ctx = dataclasses.replace(ctx, active=tuple(name for name, _ in resolved.steps))
+    model, changes = pipeline.run(decoder.build(config.model), resolved, ctx)
+    return model, resolved, changes
+
+
+def build_model(config: Config, env: Env) -> Built:
+    """Model on meta, pipeline, materialised weights: the whole of what "planned is what is trained" means."""
+    dims = ParallelDims.resolve(config.parallel, env.world_size)
+    mesh = dims.build(env.device.type) if env.world_size > 1 else None
+    ctx = context(config, env, dims, mesh=mesh)
+    model, resolved, changes = transform(config, ctx)
+    masters = materialise(model, device=env.device, seed=config.run.seed, param_dtype=ctx.param_dtype)
+    return Built(model, masters, ctx, resolved, changes)
+
+
+def data_rank(built: Built) -> int:
+    """This rank's place among the ranks that read different data."""
+    return built.context.dims.data_rank(built.context.mesh) if built.context.mesh is not None else 0
+
+
+def rank0_first(env: Env, build: Callable[[], T]) -> T:
+    """Build on rank 0, then on the others: what it caches is written once and read by the rest.
+
+    A failure of rank 0 is raised on every rank, with its own type.
+    """
+    failure, result = None, None
+    if env.is_main:
+        try:
+            result = build()
+        except Exception as error:  # noqa: BLE001 - told to every rank, then raised on each
+            failure = error
+    failure = comm.broadcast_object(failure, env)
+    if failure is not None:
+        raise failure
+    return result if env.is_main else build()
+
+
+def build_tokenizer(config: Config, env: Env) -> tokenizer_package.Tokenizer:
+    """The tokenizer, trained on the corpus where it has no file; its ids must fit the model.
+
+    Raises:
+        DataError: a file is missing or bad, or the vocabulary is larger than the model's.
+    """
+    tokenizer = rank0_first(
+        env,
+        lambda: tokenizer_package.build(
+            config.tokenizer,
+            corpus=lambda: data_package.documents(config.data, split="train"),
+            cache_dir=Path(config.data.cache_dir),
+        ),
+    )
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {config.model.vocab_size} rows",
+            key="model.vocab_size",
+            hint=f"model.vocab_size={tokenizer.vocab_size} or more, or a smaller tokenizer",
+        )
+    return tokenizer
+
+
+def build_data(config: Config, env: Env, tokenizer: tokenizer_package.Tokenizer, *, split: str) -> Any:
+    """The packed samples of ``split``: "train" or "validation"."""
+    return rank0_first(
+        env,
+        lambda: data_package.build(
+            config.data,
+            tokenizer=tokenizer,
+            seq_len=config.train.seq_len,
+            seed=config.run.seed,
+            split=split,
+            vocab_size=config.model.vocab_size,
+        ),
+    )
+
+
+def loss_function(config: Config) -> CrossEntropy:
+    """The configured loss."""
+    return CrossEntropy(chunk_tokens=config.loss.chunk_tokens)
+
+
+def to_device(batch: Batch, device: torch.device, *, documents: bool) -> dict[str, Tensor | None]:
+    """A batch as the model's keyword arguments; document ids travel only where the model masks by them."""
+    move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
+    return {
+        "tokens_BS": move(batch.tokens_BS),
+        "labels_BS": move(batch.labels_BS),
+        "documents_BS": move(batch.documents_BS) if documents else None,
+    }
+
+
+def set_determinism(config: Config) -> None:
+    """Seed torch; under ``run.deterministic`` allow only deterministic kernels."""
+    torch.manual_seed(config.run.seed)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def checkpointer(config: Config, run: RunDir, env: Env) -> Checkpointer:
+    """Reads and writes the checkpoints of ``run``."""
+    return Checkpointer(
+        run, keep=config.checkpoint.keep, config_hash=dump.dataclass_hash(config), env=env,
+    )
+
+
+def resume_path(config: Config, checkpoints: Checkpointer) -> Path | None:
+    """The checkpoint that ``checkpoint.resume`` names, None for a start at step 0."""
+    resume = config.checkpoint.resume
+    if resume == "none":
+        return None
+    return checkpoints.latest() if resume == "auto" else checkpoints.find(Path(resume))

@@ -1,0 +1,86 @@
+"""One optimizer step: forwards and backwards over the microbatches, one norm, one update, or none at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from titanyaml.dist import comm, norm
+from titanyaml.dist.env import Env
+from titanyaml.errors import NonFiniteError
+from titanyaml.loss import IGNORE_INDEX, CrossEntropy
+from titanyaml.optim import Optimizer
+from titanyaml.runner.setup import to_device
+
+if TYPE_CHECKING:
+    from titanyaml.data.loader import Batch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: mean over the valid tokens of all ranks (nats). grad_norm: before clipping. tokens: valid ones."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+
+
+def valid_tokens(batches: Sequence[Batch]) -> int:
+    """Labels that count, in this rank's microbatches."""
+    return sum(int((batch.labels_BS != IGNORE_INDEX).sum()) for batch in batches)
+
+
+class TrainStep:
+    """Callable that trains one step.
+
+    The loss is a sum over tokens divided once by the number of valid tokens of *all* ranks and microbatches, so the
+    gradient does not depend on how the batch is split.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, *, loss_fn: CrossEntropy, max_norm: float | None,
+        documents: bool, env: Env,
+    ) -> None:
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.max_norm, self.documents, self.env = max_norm, documents, env
+
+    def __call__(self, batches: Sequence[Batch], *, tokens: int, lr: float) -> StepResult:
+        """Train on this rank's microbatches.
+
+        Args:
+            tokens: valid tokens of all ranks in this step.
+            lr: learning rate.
+
+        Raises:
+            NonFiniteError: loss or gradient norm is not finite; weights and moments are as before.
+        """
+        loss_sum = self._accumulate(batches, tokens)
+        grads = self.optimizer.grads()
+        grad_norm = norm.grad_norm(grads)
+        [total] = comm.sum_scalars([float(loss_sum)], self.env)
+        result = StepResult(loss=total / max(tokens, 1), grad_norm=float(grad_norm), tokens=tokens)
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            self.optimizer.zero_grad()
+            raise NonFiniteError(
+                f"loss {result.loss}, gradient norm {result.grad_norm}: no update was made",
+                hint="a lower optim.lr, longer schedule.warmup_steps, or resume from an earlier checkpoint",
+            )
+        if self.max_norm is not None:
+            norm.clip_(grads, grad_norm, self.max_norm)
+        self.optimizer.step(lr)
+        self.optimizer.zero_grad()
+        return result
+
+    def _accumulate(self, batches: Sequence[Batch], tokens: int) -> Tensor:
+        """Sum of token losses of this rank; gradients of (sum / tokens) are left on the parameters."""
+        total = torch.zeros((), dtype=torch.float64, device=self.env.device)
+        for batch in batches:
+            loss = self.model(**to_device(batch, self.env.device, documents=self.documents), loss_fn=self.loss_fn)
+            (loss / max(tokens, 1)).backward()
+            total += loss.detach()
+        return total

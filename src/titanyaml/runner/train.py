@@ -1,0 +1,199 @@
+"""The training loop, to be read in one sitting."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from titanyaml import hardware, optim, tracker
+from titanyaml.checkpoint import Checkpointer
+from titanyaml.config import dump
+from titanyaml.config.schema import Config
+from titanyaml.data.loader import Batches
+from titanyaml.dist import comm, rng, signals
+from titanyaml.dist.env import Env, set_timeout
+from titanyaml.errors import NonFiniteError, Preempted
+from titanyaml.optim.schedule import lr_at
+from titanyaml.pipeline import resolve as pipeline
+from titanyaml.runner import report, setup
+from titanyaml.runner.evaluate import mean_loss
+from titanyaml.runner.meter import Meter
+from titanyaml.runner.step import TrainStep, valid_tokens
+from titanyaml.rundir import RunDir
+
+log = logging.getLogger("titanyaml")
+
+
+def train(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
+    """Train ``config`` in ``run``, from its newest checkpoint or from step 0.
+
+    Returns:
+        ``metric`` (validation loss where there is one, else the last loss), ``loss``, ``validation_loss``, ``step``.
+
+    Raises:
+        NonFiniteError, DataError, CheckpointError, Preempted: see ``titanyaml.errors``.
+    """
+    trainer = Trainer(config, run, env)
+    try:
+        return trainer.fit()
+    except NonFiniteError as error:
+        run.event("non_finite", str(error), rank=env.rank, step=trainer.step)
+        raise
+    finally:
+        trainer.close()
+
+
+class Trainer:
+    """Everything one run holds; ``fit`` is the loop."""
+
+    def __init__(self, config: Config, run: RunDir, env: Env) -> None:
+        self.config, self.run, self.env = config, run, env
+        self.step, self.last = 0, {}
+        setup.set_determinism(config)
+        tokenizer = setup.build_tokenizer(config, env)
+        train_data = setup.build_data(config, env, tokenizer, split="train")
+        self.validation_data = (
+            setup.build_data(config, env, tokenizer, split="validation") if config.validation.batches else None
+        )
+        self.built = setup.build_model(config, env)
+        self.dims = self.built.context.dims
+        self.global_batch = setup.global_batch(config, self.dims)
+        self.optimizer = optim.build(
+            config.optim, dict(self.built.model.named_parameters()), masters=self.built.masters, device=env.device
+        )
+        self.train_step = TrainStep(
+            self.built.model, self.optimizer, loss_fn=setup.loss_function(config), max_norm=config.train.max_norm,
+            documents=config.model.document_mask, env=env,
+        )
+        self.checkpointer = setup.checkpointer(config, run, env)
+        position = self._restore(train_data)
+        self.batches = Batches(
+            train_data, seed=config.run.seed, global_batch=self.global_batch, local_batch=config.train.local_batch,
+            data_rank=setup.data_rank(self.built), data_degree=self.dims.data_degree, position=position,
+            prefetch=config.data.prefetch, shuffle=config.data.shuffle,
+        )
+        self.trackers = tracker.build(config, run) if env.is_main else None
+        self.meter = Meter(config, self.built.context, env, global_batch=self.global_batch)
+        if env.is_main:
+            report.start(config, run, env, self.built, train_data, self.global_batch, first_step=self.step + 1)
+
+    def fit(self) -> dict[str, Any]:
+        """Train to ``train.steps``; validate, log and save on the way."""
+        gc.collect()
+        gc.disable()  # collections at the same step on all ranks: one rank's pause is everybody's
+        first = self.step + 1
+        while self.step < self.config.train.steps:
+            self._one_step()
+            if self.step == first:
+                pipeline.verify(self.built.model, self.built.resolved, self.built.context)
+                set_timeout(self.config.launch.step_timeout_s)
+            if self.step % self.config.train.gc_every == 0:
+                gc.collect()
+        if "validation_loss" not in self.last and self.validation_data is not None:
+            self.last["validation_loss"] = self._validate()
+            self._log_record({"step": self.step, "validation_loss": self.last["validation_loss"]})
+        self._save()
+        metric = self.last.get("validation_loss", self.last.get("loss"))
+        result = {"metric": metric, "step": self.step, **{k: self.last[k] for k in ("loss", "validation_loss", "tps")
+                                                          if k in self.last}}
+        self._close_trackers("done")
+        if self.env.is_main:
+            report.finish(self.config, self.run, result, self.checkpointer)
+        return result
+
+    def _one_step(self) -> None:
+        """Fetch, train, and whatever falls due at this step."""
+        config = self.config
+        with self.meter.waiting_for_data():
+            batches = next(self.batches)
+        # one reduction tells the global token count and whether any rank was asked to stop
+        tokens, stop = comm.sum_scalars([valid_tokens(batches), signals.requested() is not None], self.env)
+        if stop:
+            self._preempt()
+        step = self.step + 1
+        torch.manual_seed(rng.seed_for(config.run.seed, "step", step, setup.data_rank(self.built)))
+        lr = lr_at(config.schedule, step=step, steps=config.train.steps, lr=config.optim.lr)
+        with self.meter.training():
+            result = self.train_step(batches, tokens=int(tokens), lr=lr)
+        self.step = step
+        self.position = self.batches.position
+        due = config.validation.interval and step % config.validation.interval == 0
+        validation_loss = self._validate() if due and self.validation_data is not None else None
+        self._log(result, lr, validation_loss)
+        if config.checkpoint.enabled and config.checkpoint.interval and step % config.checkpoint.interval == 0:
+            self._save()
+
+    def _validate(self) -> float:
+        config = self.config
+        return mean_loss(
+            self.built, self.validation_data, loss_fn=self.train_step.loss_fn, env=self.env,
+            documents=config.model.document_mask, global_batch=self.global_batch,
+            local_batch=config.train.local_batch, batches=config.validation.batches,
+        )
+
+    def _log(self, result: Any, lr: float, validation_loss: float | None) -> None:
+        """One record per logged step; the last step and validated steps are always logged."""
+        step, config = self.step, self.config
+        self.last = {"loss": result.loss}
+        if validation_loss is None and step % config.train.log_every and step != config.train.steps:
+            return
+        record = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **self.meter.read(step)}
+        if validation_loss is not None:
+            record["validation_loss"] = validation_loss
+        self.last = record
+        self._log_record(record)
+
+    def _log_record(self, record: dict[str, Any]) -> None:
+        if self.trackers is not None:
+            self.trackers.log(record)
+
+    def _state(self) -> dict[str, Any]:
+        weights = {name: self.optimizer.master(name).detach() for name in self.optimizer.names}
+        return {"model": weights, "optim": self.optimizer.state_tensors()}
+
+    def _save(self) -> None:
+        """Commit a checkpoint of this step, unless it is there already or saving is off."""
+        if self.checkpointer is None or self.checkpointer.has(self.step):
+            return
+        meta = {
+            "position": self.position, "seed": self.config.run.seed, "mesh": asdict(self.dims),
+            "data": self.batches.state(), "config_hash": dump.dataclass_hash(self.config),
+        }
+        self.checkpointer.save(self.step, self._state(), meta)
+        if self.env.is_main:
+            self.run.write_status(step=self.step)
+
+    def _restore(self, dataset: Any) -> int:
+        """Load the checkpoint that ``checkpoint.resume`` names; the position in the data (samples consumed)."""
+        self.position = 0
+        path = setup.resume_path(self.config, self.checkpointer)
+        if path is not None:
+            state = self._state()
+            meta = self.checkpointer.load(path, state)
+            self.optimizer.publish()
+            setup.check_same_data(meta, dataset, self.config)
+            self.step, self.position = meta["step"], meta["position"]
+        if self.env.is_main:
+            self.run.truncate_metrics(self.step)
+        return self.position
+
+    def _preempt(self) -> None:
+        self._save()
+        self._close_trackers("preempted")
+        raise Preempted(f"asked to stop ({signals.requested() or 'by another rank'}) after step {self.step}; saved")
+
+    def _close_trackers(self, state: str) -> None:
+        if self.trackers is not None:
+            self.trackers.close(state)
+            self.trackers = None
+
+    def close(self) -> None:
+        """Stop threads; safe to call after a failure anywhere."""
+        self._close_trackers("failed")
+        self.batches.close()
+        gc.enable()
