@@ -1,0 +1,96 @@
+"""Degrees of the device mesh: names such as ``hsdp2x4_tp8``, the derived -1, the product."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from titanyaml.config import schema
+from titanyaml.errors import ConfigError, Problem
+
+#: Axes whose product is the number of ranks, outermost first; ``ep`` reuses dp_shard*cp*tp.
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = (*MESH_AXES, "ep")
+#: Axes that this version can run with a degree above 1.
+BUILT_AXES = ("dp_replicate", "dp_shard")
+
+#: First letters of a part of a mesh name, and the axes that it sets.
+PARTS = {
+    "ddp": ("dp_replicate",),
+    "hsdp": ("dp_replicate", "dp_shard"),
+    "fsdp": ("dp_shard",),
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "ep": ("ep",),
+}
+_PART = re.compile(r"([a-z]+?)([1-9]\d*)(?:x([1-9]\d*))?")
+
+
+def parse_mesh_name(name: str) -> dict[str, int] | None:
+    """Degrees that a mesh name stands for; None where it is not one.
+
+    Parts ``ddpN hsdpRxS fsdpN tpN cpN ppN epN`` joined by ``_`` in any order, each axis once. A name with ``epN`` and
+    no data-parallel part gets ``dp_shard = N``, so that EP divides dp_shard*cp*tp.
+    """
+    degrees: dict[str, int] = {}
+    for part in name.split("_"):
+        match = _PART.fullmatch(part)
+        axes = PARTS.get(match[1], ()) if match else ()
+        sizes = [int(size) for size in match.groups()[1:] if size] if match else []
+        if not axes or len(axes) != len(sizes) or any(axis in degrees for axis in axes):
+            return None
+        degrees.update(zip(axes, sizes, strict=True))
+    if "ep" in degrees and not {"dp_replicate", "dp_shard"} & set(degrees):
+        degrees["dp_shard"] = degrees["ep"]
+    return degrees
+
+
+def mesh_product(parallel: schema.Parallel) -> int | None:
+    """Ranks that the mesh needs; None while a degree is -1."""
+    sizes = [getattr(parallel, axis) for axis in MESH_AXES]
+    return None if -1 in sizes else math.prod(sizes)
+
+
+def derived_axes(parallel: schema.Parallel) -> list[str]:
+    """Axes whose degree is -1."""
+    return [axis for axis in AXES if getattr(parallel, axis) == -1]
+
+
+def resolve_degrees(parallel: schema.Parallel, *, world_size: int | None) -> dict[str, int]:
+    """All six degrees with the -1 derived.
+
+    Args:
+        parallel: the configured degrees.
+        world_size: number of ranks; None: unknown, only legal where nothing is -1.
+
+    Raises:
+        ConfigError: more than one -1, or no degrees give this number of ranks.
+    """
+    degrees = {axis: getattr(parallel, axis) for axis in AXES}
+    derived = derived_axes(parallel)
+    if len(derived) > 1:
+        names = ", ".join(f"parallel.{axis}" for axis in derived)
+        raise ConfigError(f"{names} are all -1; only one can be derived", key=f"parallel.{derived[1]}",
+                          hint=" ".join(f"parallel.{axis}=1" for axis in derived[1:]))
+    fixed = math.prod(degrees[axis] for axis in MESH_AXES if degrees[axis] != -1)
+    spelled = "*".join(f"{axis}({degrees[axis]})" for axis in MESH_AXES if degrees[axis] not in (1, -1)) or "1"
+    if derived == ["ep"]:
+        degrees["ep"] = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    elif derived:
+        if world_size is None:
+            raise ConfigError("is -1, and the number of ranks is unknown", key=f"parallel.{derived[0]}",
+                              hint="give the degree, or launch.nproc=<ranks>")
+        if world_size % fixed:
+            raise ConfigError([Problem(
+                f"parallel.{derived[0]}", f"is -1, but {world_size} ranks cannot be divided by {spelled} = {fixed}",
+                allowed=f"a number of ranks that {fixed} divides",
+                hint=f"launch.nproc={max(fixed, world_size // fixed * fixed)} or {(world_size // fixed + 1) * fixed}",
+            )])
+        degrees[derived[0]] = world_size // fixed
+    if world_size is not None and math.prod(degrees[axis] for axis in MESH_AXES) != world_size:
+        raise ConfigError([Problem(
+            "parallel", f"the mesh {spelled} needs {fixed} ranks, but {world_size} are started",
+            allowed=f"launch.nproc={fixed}, or one degree -1", hint="parallel=auto, or launch.nproc=null",
+        )])
+    return degrees

@@ -1,0 +1,35 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from titanyaml.config import store
+
+
+@pytest.fixture(autouse=True)
+def restore_hydra_singletons() -> Iterator[None]:
+    """No test sees the configuration that another one left in Hydra's singletons."""
+    config = HydraConfig.instance().cfg
+    yield
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = config
+
+
+@pytest.fixture
+def compose() -> Callable[..., DictConfig]:
+    """``compose("model=llama3_8b", "optim.lr=1e-3")``: the composed tree as Hydra gives it, unchecked."""
+
+    def composed(*overrides: str, return_hydra_config: bool = False) -> DictConfig:
+        store.register()
+        with initialize_config_module("titanyaml.conf", version_base="1.3"):
+            return hydra_compose("config", list(overrides), return_hydra_config=return_hydra_config)
+
+    return composed
