@@ -1,0 +1,48 @@
+"""The only home of private torch API, so that a new torch release has one file to break.
+
+Checked with torch 2.11 to 2.13. A name that a release took away gets a public, slower way where there is one.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Every process group of this rank that exists now."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Change the time-out of a live process group; torch has no public function for it."""
+    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """``torch.linalg.vector_norm`` of each tensor, accumulated in ``dtype``; a few kernels in all on a GPU."""
+    if hasattr(torch, "_foreach_norm"):
+        return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+    return [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors]
+
+
+def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor in place by the 0-dim ``factor``."""
+    if hasattr(torch, "_foreach_mul_"):
+        torch._foreach_mul_(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its target, rounding to the target's dtype."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
