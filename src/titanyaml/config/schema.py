@@ -10,7 +10,7 @@ No tuples, no enums: OmegaConf 2.3 and 2.4 treat them differently.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 MISSING = "???"
 
@@ -69,18 +69,18 @@ class Model:
     """Sizes and variants of the one decoder."""
 
     name: str = key(MISSING, "name of the architecture")
-    family: str = key("llama3", "naming and layout used for Hugging Face import and export", choices=["llama3", "qwen3"])
+    family: str = key("llama3", "naming and layout for Hugging Face import and export", choices=["llama3", "qwen3"])
     vocab_size: int = key(MISSING, "rows of the embedding (tokens)", low=1)
     dim: int = key(MISSING, "width of the residual stream", low=1)
     num_layers: int = key(MISSING, "decoder blocks", low=1)
     num_heads: int = key(MISSING, "query heads", low=1)
     num_kv_heads: int = key(MISSING, "key/value heads; must divide num_heads", low=1)
-    head_dim: Optional[int] = key(None, "width of a head; null: dim / num_heads", low=2)
+    head_dim: int | None = key(None, "width of a head; null: dim / num_heads", low=2)
     ffn_dim: int = key(MISSING, "inner width of the SwiGLU feed-forward", low=1)
     max_seq_len: int = key(MISSING, "longest sequence the model accepts (tokens)", low=1)
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", above=0)
     rope_theta: float = key(500000.0, "base of the rotary frequencies", above=0)
-    rope_scaling: Optional[RopeScaling] = key(None, "Llama 3.1 frequency scaling; null: none")
+    rope_scaling: RopeScaling | None = key(None, "Llama 3.1 frequency scaling; null: none")
     tie_embeddings: bool = key(False, "the output projection is the embedding's weight")
     qk_norm: bool = key(False, "RMSNorm on each query and key head (Qwen3)")
     attention_bias: bool = key(False, "bias on the four attention projections")
@@ -115,13 +115,13 @@ class Data:
         choices=["stdlib", "files", "hf", "synthetic"],
     )
     paths: list[str] = key([], "text, .jsonl or .parquet files, folders or globs", when=("kind", ["files"]))
-    max_files: Optional[int] = key(None, "use only the first files; null: all", low=1, when=("kind", ["stdlib", "files"]))
-    dataset: Optional[str] = key(None, "dataset name on the hub, or a local folder of it", when=("kind", ["hf"]))
-    subset: Optional[str] = key(None, "configuration name of the dataset", when=("kind", ["hf"]))
+    max_files: int | None = key(None, "use only the first files; null: all", low=1, when=("kind", ["stdlib", "files"]))
+    dataset: str | None = key(None, "dataset name on the hub, or a local folder of it", when=("kind", ["hf"]))
+    subset: str | None = key(None, "configuration name of the dataset", when=("kind", ["hf"]))
     split: str = key("train", "split that is trained on", when=("kind", ["hf"]))
-    validation_split: Optional[str] = key(None, "split for validation; null: held out of split", when=("kind", ["hf"]))
+    validation_split: str | None = key(None, "split for validation; null: held out of split", when=("kind", ["hf"]))
     streaming: bool = key(False, "read the dataset as a stream, in its own order", when=("kind", ["hf"]))
-    revision: Optional[str] = key(None, "git revision of the dataset", when=("kind", ["hf"]))
+    revision: str | None = key(None, "git revision of the dataset", when=("kind", ["hf"]))
     text_field: str = key("text", "field that holds the text", when=("kind", ["files", "hf"]))
     validation_fraction: float = key(
         0.02, "share of documents held out for validation, chosen by a hash of their index", low=0, below=1,
@@ -137,11 +137,11 @@ class Tokenizer:
     """How text becomes token ids."""
 
     kind: str = key(MISSING, "bytes, sentencepiece, or hf (a tokenizer.json)", choices=["bytes", "sentencepiece", "hf"])
-    path: Optional[str] = key(
+    path: str | None = key(
         None, "an existing .model or tokenizer.json; null (sentencepiece only): trained on the corpus, then cached",
         when=("kind", ["sentencepiece", "hf"]),
     )
-    vocab_size: Optional[int] = key(
+    vocab_size: int | None = key(
         None, "size of the trained vocabulary; null: as the file says", low=8, when=("kind", ["sentencepiece"])
     )
     model_type: str = key(
@@ -149,6 +149,9 @@ class Tokenizer:
     )
     train_bytes: int = key(
         8_000_000, "text read to train the vocabulary (bytes)", low=1000, when=("kind", ["sentencepiece"])
+    )
+    eos_token: Optional[str] = key(
+        None, "token that ends a document; null: as the file says", when=("kind", ["sentencepiece", "hf"])
     )
 
 
@@ -158,7 +161,7 @@ class ParamGroup:
 
     pattern: str = key(MISSING, "regular expression searched in the parameter name; the first match wins")
     lr_scale: float = key(1.0, "factor on the learning rate", low=0)
-    weight_decay: Optional[float] = key(None, "weight decay of the group; null: as the optimizer's", low=0)
+    weight_decay: float | None = key(None, "weight decay of the group; null: as the optimizer's", low=0)
 
 
 @dataclass
@@ -171,7 +174,9 @@ class Optim:
     beta2: float = key(0.95, "decay of the second moment", low=0, below=1)
     eps: float = key(1e-8, "added to the root of the second moment", above=0)
     weight_decay: float = key(0.1, "decoupled weight decay; never applied to norms and biases", low=0)
-    implementation: str = key("auto", "auto: fused on GPU, foreach on CPU", choices=["auto", "fused", "foreach", "loop"])
+    implementation: str = key(
+        "auto", "auto: fused on GPU, foreach on CPU", choices=["auto", "fused", "foreach", "loop"]
+    )
     groups: list[ParamGroup] = key([], "per-name settings, first match wins")
 
 
@@ -202,8 +207,8 @@ class Train:
     steps: int = key(200, "optimizer steps", low=1)
     seq_len: int = key("${titan.min:${model.max_seq_len},8192}", "tokens in a sequence", low=1)
     local_batch: int = key(1, "sequences per data rank and forward", low=1)
-    global_batch: Optional[int] = key(None, "sequences per step; null: no gradient accumulation", low=1)
-    max_norm: Optional[float] = key(1.0, "gradients are clipped to this norm; null: not", above=0)
+    global_batch: int | None = key(None, "sequences per step; null: no gradient accumulation", low=1)
+    max_norm: float | None = key(1.0, "gradients are clipped to this norm; null: not", above=0)
     compute_dtype: str = key(
         "auto", "forward and backward; auto: bfloat16 on GPU, float32 on CPU",
         choices=["auto", "bfloat16", "float32", "float64"],
@@ -245,8 +250,8 @@ class Hardware:
     """The device: peaks for MFU. Unknown stays null, and MFU is then null too."""
 
     name: str = key("auto", "auto: recognised by the device's own name")
-    peak_bf16_tflops: Optional[float] = key(None, "dense bf16 peak (TFLOP/s)", above=0)
-    memory_gib: Optional[float] = key(None, "device memory (GiB)", above=0)
+    peak_bf16_tflops: float | None = key(None, "dense bf16 peak (TFLOP/s)", above=0)
+    memory_gib: float | None = key(None, "device memory (GiB)", above=0)
 
 
 @dataclass
@@ -255,7 +260,7 @@ class Launch:
 
     kind: str = key("local", "local: ranks on this machine; external: join the group torchrun started",
                     choices=["local", "external"])
-    nproc: Optional[int] = key(
+    nproc: int | None = key(
         None, "ranks on this machine; null: the mesh's product, else all local GPUs, else 1", low=1,
         when=("kind", ["local"]),
     )
@@ -279,21 +284,21 @@ class Runner:
 
     name: str = key(MISSING, "check, train, eval or sample", choices=["check", "train", "eval", "sample"])
     _target_: str = key(MISSING, "function that does it")
-    checkpoint: Optional[str] = key(
+    checkpoint: str | None = key(
         None, "run folder or checkpoint folder that is read", when=("name", ["eval", "sample"])
     )
     prompt: str = key("def ", "text to continue", when=("name", ["sample"]))
     max_new_tokens: int = key(128, "tokens to write", low=1, when=("name", ["sample"]))
     temperature: float = key(0.8, "0: the most likely token", low=0, when=("name", ["sample"]))
-    top_k: Optional[int] = key(50, "draw among this many; null: all", low=1, when=("name", ["sample"]))
+    top_k: int | None = key(50, "draw among this many; null: all", low=1, when=("name", ["sample"]))
 
 
 @dataclass
 class PluginNode:
     """A node of pipeline.plugins. ``_target_: null`` means off."""
 
-    _target_: Optional[str] = key(None, "class of the transform; null: off")
-    _stage_: Optional[str] = key(None, "overrides the class's stage")
+    _target_: str | None = key(None, "class of the transform; null: off")
+    _stage_: str | None = key(None, "overrides the class's stage")
     _after_: list[str] = key([], "nodes that must come before, where present")
     _before_: list[str] = key([], "nodes that must come after, where present")
     _requires_: list[str] = key([], "nodes that must be on")
@@ -304,7 +309,7 @@ class PluginNode:
 class ActivationCheckpointing(PluginNode):
     """Recompute activations in the backward pass."""
 
-    _target_: Optional[str] = key("titanyaml.plugins.ac.ActivationCheckpointing", "class of the transform")
+    _target_: str | None = key("titanyaml.plugins.ac.ActivationCheckpointing", "class of the transform")
     mode: str = key("none", "what is recomputed", choices=["none", "full", "selective_op", "selective_layer"])
     every: int = key(2, "selective_layer: one block in this many is recomputed", low=1,
                      when=("mode", ["selective_layer"]))
@@ -314,7 +319,7 @@ class ActivationCheckpointing(PluginNode):
 class Compile(PluginNode):
     """torch.compile."""
 
-    _target_: Optional[str] = key("titanyaml.plugins.compile.Compile", "class of the transform")
+    _target_: str | None = key("titanyaml.plugins.compile.Compile", "class of the transform")
     mode: str = key("auto", "none, block (each block by itself), model; auto: block on GPU, none on CPU",
                     choices=["auto", "none", "block", "model"])
     backend: str = key("inductor", "torch.compile backend", when=("mode", ["auto", "block", "model"]))
