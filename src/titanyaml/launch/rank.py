@@ -1,0 +1,128 @@
+"""One rank: ``python -m titanyaml.launch.rank --run-dir D --generation G --parent PID``.
+
+Reads config.yaml, joins the process group, calls ``runner._target_`` as ``(config, run, env) -> dict | None`` and ends with
+the exit code of what happened. A rank that fails leaves at once, without waiting for collectives that its peers are in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from titanyaml.dist import signals
+from titanyaml.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, Preempted
+from titanyaml.launch import failure
+from titanyaml.rundir import RunDir
+
+# Hydra, OmegaConf and torch are imported where they are used: a rank must first be able to die and to be stopped
+if TYPE_CHECKING:
+    from titanyaml.config.schema import Config
+    from titanyaml.dist.env import Env
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run this rank and leave."""
+    parser = argparse.ArgumentParser(prog="titanyaml.launch.rank")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--generation", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args(arguments)
+    die_with(options.parent)
+    signals.install()
+    run = RunDir(options.run_dir, generation=options.generation)
+    rank = int(os.environ["RANK"])
+    try:
+        from titanyaml.config import dump
+
+        configure_logging(rank)
+        config = dump.load(run.path / "config.yaml", run_id=options.run_id, run_dir=str(run.path))
+        code = perform(config, run)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must learn of it
+        code = report(error, run, rank)
+    leave(code)
+
+
+def perform(config: Config, run: RunDir) -> int:
+    """Join the group, call the runner, record its result on rank 0.
+
+    Returns:
+        EXIT_DONE or EXIT_PREEMPTED. Anything else is raised.
+    """
+    from titanyaml.config import build
+    from titanyaml.dist import env as environment
+
+    env = environment.Env.from_environ()
+    environment.start(env, timeout_s=config.launch.startup_timeout_s)
+    try:
+        result = build.locate(config.runner._target_)(config, run, env)
+        record = {"state": "done", "exit_code": EXIT_DONE, **(result or {})}
+    except Preempted as stop:
+        # every rank agreed to stop and has saved: this is an orderly end, the group can be taken down
+        record = {"state": "preempted", "exit_code": EXIT_PREEMPTED, "reason": stop.message}
+    environment.stop(env)
+    _record(record, run, env)
+    return record["exit_code"]
+
+
+def _record(record: dict[str, Any], run: RunDir, env: Env) -> None:
+    if env.is_main:
+        run.check_generation()
+        run.write_status(**record)
+
+
+def report(error: BaseException, run: RunDir, rank: int) -> int:
+    """Leave ``error`` where the launcher looks; the exit code that it means."""
+    found = failure.of_exception(error, rank=rank)
+    failure.write(found, run.path)
+    return found.exit_code
+
+
+def leave(code: int) -> NoReturn:
+    """End now. After a failure the interpreter's own shutdown could wait for threads that wait for dead peers."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code in (EXIT_DONE, EXIT_PREEMPTED):
+        sys.exit(code)
+    os._exit(code)
+
+
+def configure_logging(rank: int) -> None:
+    """Rank 0 talks; the others say what is wrong."""
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING, stream=sys.stderr, force=True,
+        format="%(message)s" if rank == 0 else f"[rank {rank}] %(message)s",
+    )
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when ``parent`` ends, however it ends.
+
+    Where the kernel cannot (not Linux), and where the launcher died before it could be asked, a thread watches.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(EXIT_FAILED)
+    threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent: int) -> NoReturn:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""The run directory: one owner at a time, and records that are never half written.
+
+The owner is named by ``lease.json``: host, process id, the process's start time and a generation. The start time tells a
+living owner from another process that was given the same number. A dead owner on this host is replaced at once; on
+another host it cannot be looked at, so the owner refreshes the lease's modification time and is replaced when that has
+stood still for ``STALE_S``. Each claim raises the generation; ranks of an older generation that are still alive notice
+by ``check_generation`` before they write a checkpoint.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from titanyaml.errors import EXIT_FAILED, LaunchError
+
+HEARTBEAT_S = 15.0
+STALE_S = 120.0
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` such that a reader sees the old content or the new, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def process_start(pid: int) -> str | None:
+    """When the living process ``pid`` started, in the kernel's own count; None where there is no such process.
+
+    A zombie counts as dead: it can write nothing any more. Without /proc the answer is "?" for any living process.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None if Path("/proc/self/stat").exists() or not _exists(pid) else "?"
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold blanks and brackets
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def utc_now() -> str:
+    """The time of a record: UTC, to the microsecond."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+
+
+class RunDir:
+    """One run's folder.
+
+    Args:
+        path: the folder; created by ``claim`` or by the first record.
+        generation: the claim that this process works under (a rank is told its own); 0: none.
+    """
+
+    def __init__(self, path: Path | str, *, generation: int = 0) -> None:
+        self.path = Path(path).absolute()
+        self.generation = generation
+        self._heart: threading.Event | None = None
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r}, generation={self.generation})"
+
+    # --- ownership ---
+
+    def claim(self) -> int:
+        """Become the owner.
+
+        Returns:
+            The generation of this claim: 1 for a new folder.
+
+        Raises:
+            LaunchError: a living process owns the folder (exit 1).
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self._lock():
+            old = self._lease()
+            self._refuse_living(old)
+            self.generation = old.get("generation", 0) + 1
+            self._write_lease(pid=os.getpid(), start_time=process_start(os.getpid()))
+        self._heart = threading.Event()
+        threading.Thread(target=self._beat, args=(self._heart,), name="lease", daemon=True).start()
+        return self.generation
+
+    def release(self) -> None:
+        """Give the folder up; nothing happens when it was not ours any more."""
+        if self._heart is None:
+            return
+        self._heart.set()
+        self._heart = None
+        with self._lock():
+            if self._lease().get("generation") == self.generation:
+                self._write_lease(pid=None, start_time=None)
+
+    def check_generation(self, generation: int | None = None) -> None:
+        """Make sure that nobody has taken the folder over.
+
+        Raises:
+            LaunchError: the folder belongs to another generation now (exit 1).
+        """
+        mine = self.generation if generation is None else generation
+        owner = self._lease().get("generation", 0)
+        if owner != mine:
+            raise LaunchError(
+                f"{self.path} was taken over by another process (generation {owner}, this is {mine})",
+                key="run.dir", exit_code=EXIT_FAILED,
+            )
+
+    def owner(self) -> dict[str, Any] | None:
+        """The living owner's lease, or None."""
+        lease = self._lease()
+        return lease if self._alive(lease) else None
+
+    def _lease(self) -> dict[str, Any]:
+        return _read_json(self.path / "lease.json")
+
+    def _write_lease(self, *, pid: int | None, start_time: str | None) -> None:
+        lease = {"host": socket.gethostname(), "pid": pid, "start_time": start_time, "generation": self.generation}
+        atomic_write(self.path / "lease.json", json.dumps(lease) + "\n")
+
+    def _alive(self, lease: dict[str, Any]) -> bool:
+        if lease.get("pid") is None:
+            return False
+        if lease["host"] == socket.gethostname():
+            return process_start(lease["pid"]) == lease["start_time"]
+        return self._silence() < STALE_S
+
+    def _silence(self) -> float:
+        """Seconds since the owner's last sign, by the file system's clock (hosts' clocks may differ)."""
+        probe = self.path / ".lock"
+        os.utime(probe)
+        return probe.stat().st_mtime - (self.path / "lease.json").stat().st_mtime
+
+    def _refuse_living(self, lease: dict[str, Any]) -> None:
+        if not self._alive(lease):
+            return
+        raise LaunchError(
+            f"{self.path} is in use by process {lease['pid']} on {lease['host']}",
+            key="run.dir", hint="wait for it, stop it, or give this run another run.id", exit_code=EXIT_FAILED,
+        )
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Keep other claimants out while the lease is read and written."""
+        with open(self.path / ".lock", "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _beat(self, stopped: threading.Event) -> None:
+        while not stopped.wait(HEARTBEAT_S):
+            # never refresh a lease that is somebody else's by now
+            if self._lease().get("generation") != self.generation:
+                return
+            os.utime(self.path / "lease.json")
+
+    # --- records ---
+
+    def status(self) -> dict[str, Any]:
+        """What ``status.json`` says; empty where there is none."""
+        return _read_json(self.path / "status.json")
+
+    def write_status(self, **fields: Any) -> None:
+        """Merge ``fields`` into ``status.json``; a field given as None is removed."""
+        merged = {**self.status(), **fields, "time": utc_now()}
+        kept = {name: value for name, value in merged.items() if value is not None}
+        atomic_write(self.path / "status.json", json.dumps(kept, indent=2) + "\n")
+
+    def event(self, kind: str, message: str, *, rank: int = 0, **fields: Any) -> None:
+        """Append to ``events.jsonl``: one write, so lines of several ranks do not mix."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        record = {"time": utc_now(), "rank": rank, "kind": kind, "message": message, **fields}
+        with open(self.path / "events.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def metric(self, record: dict[str, Any]) -> None:
+        """Append to ``metrics.jsonl``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of ``metrics.jsonl``; a line that a crash left unfinished is not one."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [record for line in lines if (record := _parse(line)) is not None]
+
+    def truncate_metrics(self, after_step: int) -> int:
+        """Drop the records of steps above ``after_step``, which a resumed run writes anew.
+
+        Returns:
+            How many records were dropped.
+        """
+        records = self.metrics()
+        kept = [record for record in records if record["step"] <= after_step]
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            atomic_write(path, "".join(json.dumps(record) + "\n" for record in kept))
+        return len(records) - len(kept)
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+
