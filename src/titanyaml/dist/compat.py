@@ -5,6 +5,8 @@ Checked with torch 2.11 to 2.13. A name that a release took away gets a public, 
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -46,3 +48,21 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+@dataclass(frozen=True)
+class CompileCounts:
+    """What torch.compile has done in this process: graphs built, and why a graph broke with how often."""
+
+    graphs: int = 0
+    breaks: Counter[str] = field(default_factory=Counter)
+
+    def __sub__(self, earlier: CompileCounts) -> CompileCounts:
+        return CompileCounts(self.graphs - earlier.graphs, self.breaks - earlier.breaks)
+
+
+def compile_counts() -> CompileCounts:
+    """The counts up to now; the difference of two is what happened between them."""
+    from torch._dynamo.utils import counters  # seconds to import, and only needed where something is compiled
+
+    return CompileCounts(counters["stats"]["unique_graphs"], Counter(counters["graph_break"]))
