@@ -1,0 +1,170 @@
+"""Cross-entropy over a large vocabulary without keeping logits.
+
+A plain loss holds logits, their float32 copy and its gradient at once: tokens * vocabulary * 10 bytes, 21 GB for
+16,384 tokens of Llama 3. Here a chunk of tokens is projected, turned into losses and *at once* into gradients of the
+hidden states and of the head's weight; then its logits are freed. The backward pass only scales those gradients.
+
+The chunk loop is one custom operator, so that Dynamo, AOTAutograd and fake tensors take it whole: no graph break in a
+compiled model. Shapes: B batch, S sequence, N = B*S tokens, C tokens of a chunk, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+from titanyaml.errors import DataError
+
+#: Label of a position that has no target.
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Sum of token losses (nats); the caller divides once by the global number of valid tokens.
+
+    Args:
+        chunk_tokens: tokens whose logits exist at one time. ignore_index: label of positions without a target.
+    """
+
+    chunk_tokens: int
+    ignore_index: int = IGNORE_INDEX
+
+    def __call__(self, hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor) -> Tensor:
+        """Project, normalise, sum.
+
+        Args:
+            hidden_BSD: final hidden states. weight_VD: the head's weight, same dtype. labels_BS: int64 ids.
+
+        Returns:
+            0-dim sum, float32, or float64 for float64 inputs; 0 where no label is valid. Gradients come in the dtype
+            of their tensor; that of the weight is summed in float32 (float64) over all chunks and rounded once.
+
+        Raises:
+            DataError: a label is outside the vocabulary (CPU). On CUDA the lookup's device-side assertion fails
+                instead, since looking at the labels would stall the device in every step.
+        """
+        return _ChunkedCrossEntropy.apply(
+            hidden_BSD.flatten(0, -2), weight_VD, labels_BS.flatten(), self.chunk_tokens, self.ignore_index,
+            torch.is_grad_enabled() and hidden_BSD.requires_grad,
+            torch.is_grad_enabled() and weight_VD.requires_grad,
+        )
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
+        hidden_needs_grad: bool, weight_needs_grad: bool,
+    ) -> Tensor:
+        loss, *gradients = _operator(
+            hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, hidden_needs_grad, weight_needs_grad
+        )
+        ctx.save_for_backward(*gradients)
+        ctx.dtype = weight_VD.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
+        hidden = weight = None
+        # out of place: a second backward through a retained graph finds the same gradients
+        if ctx.needs_input_grad[0]:
+            hidden = (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype)
+        if ctx.needs_input_grad[1]:
+            weight = torch.empty_like(grad_weight_VD, dtype=ctx.dtype)
+            torch.mul(grad_weight_VD, grad_loss, out=weight)  # no second float32 copy of [V, D]
+        return hidden, weight, None, None, None, None, None
+
+
+def chunked_cross_entropy(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
+    hidden_needs_grad: bool, weight_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients of its sum in one pass over chunks of tokens.
+
+    Returns:
+        The 0-dim sum; its gradient by hidden_ND in hidden_ND's dtype; its gradient by weight_VD in float32 (float64).
+        A gradient that is not needed comes as an empty tensor.
+
+    Raises:
+        DataError: as ``CrossEntropy``.
+    """
+    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+    valid_N = labels_N != ignore_index
+    labels_N = labels_N.where(valid_N, 0)
+    if labels_N.device.type == "cpu":
+        _check_labels(labels_N, vocab_size=weight_VD.shape[0])
+    loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
+    grad_hidden_ND, grad_weight_VD = _gradient_buffers(hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad)
+    for start in range(0, hidden_ND.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        hidden_CD, labels_C1, valid_C1 = hidden_ND[rows], labels_N[rows, None], valid_N[rows, None]
+        log_probs_CV = torch.log_softmax(hidden_CD @ weight_VD.t(), dim=-1, dtype=wide)
+        label_log_probs_C1 = log_probs_CV.gather(1, labels_C1)
+        loss -= label_log_probs_C1.where(valid_C1, 0).sum()
+        if not (hidden_needs_grad or weight_needs_grad):
+            continue
+        # d loss / d logits = softmax - one_hot(label), nothing for ignored tokens; overwrites the log-probabilities
+        grad_CV = log_probs_CV.exp_().scatter_(1, labels_C1, label_log_probs_C1.expm1()).mul_(valid_C1)
+        if hidden_needs_grad:
+            torch.mm(grad_CV.to(weight_VD.dtype), weight_VD, out=grad_hidden_ND[rows])
+        if weight_needs_grad:
+            _add_outer(grad_weight_VD, grad_CV, hidden_CD)
+    return loss, grad_hidden_ND, grad_weight_VD
+
+
+def _gradient_buffers(
+    hidden_ND: Tensor, weight_VD: Tensor, hidden_needs_grad: bool, weight_needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(weight_VD.dtype, torch.float32)
+    hidden_shape = hidden_ND.shape if hidden_needs_grad else (0,)
+    weight_shape = weight_VD.shape if weight_needs_grad else (0,)
+    return hidden_ND.new_empty(hidden_shape), weight_VD.new_zeros(weight_shape, dtype=wide)
+
+
+def _add_outer(sum_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+    """sum_VD += grad_CV^T hidden_CD in sum_VD's dtype."""
+    if sum_VD.dtype == hidden_CD.dtype:
+        sum_VD.addmm_(grad_CV.t(), hidden_CD)
+    elif sum_VD.is_cuda:
+        # tensor cores take 16-bit operands and add into the float32 sum in place
+        torch.addmm(sum_VD, grad_CV.to(hidden_CD.dtype).t(), hidden_CD, out_dtype=sum_VD.dtype, out=sum_VD)
+    else:
+        sum_VD.addmm_(grad_CV.t(), hidden_CD.to(sum_VD.dtype))
+
+
+def _check_labels(labels_N: Tensor, *, vocab_size: int) -> None:
+    bad_N = (labels_N < 0) | (labels_N >= vocab_size)
+    if bad_N.any():
+        raise DataError(
+            f"label {labels_N[bad_N][0].item()} is outside the vocabulary of {vocab_size} ids", key="model.vocab_size",
+            hint="a tokenizer that fits the model, or a larger model.vocab_size",
+        )
+
+
+_operator = torch.library.custom_op("titanyaml::chunked_cross_entropy", chunked_cross_entropy, mutates_args=())
+
+
+@_operator.register_fake
+def _(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
+    hidden_needs_grad: bool, weight_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden_ND.new_empty((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
+    return loss, *_gradient_buffers(hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad)
+
+
+@register_flop_formula(torch.ops.titanyaml.chunked_cross_entropy)
+def _flops(
+    hidden_shape: Any, weight_shape: Any, labels_shape: Any, chunk_tokens: int, ignore_index: int,
+    hidden_needs_grad: bool, weight_needs_grad: bool, **_: Any,
+) -> int:
+    """The three matrix products, as ``torch.utils.flop_counter`` counts those that it can see."""
+    return 2 * hidden_shape[0] * weight_shape[0] * weight_shape[1] * (1 + hidden_needs_grad + weight_needs_grad)

@@ -1,0 +1,119 @@
+"""Grouped-query attention, its masks and its key/value cache.
+
+Shapes: B batch, S sequence, T attended positions, D model width, N query heads, K key/value heads, H head size,
+P = H/2 rotary frequencies.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanyaml.config.schema import Model
+from titanyaml.errors import ConfigError
+from titanyaml.models.layers import RMSNorm
+from titanyaml.models.rope import rotate
+
+
+def head_size(spec: Model) -> int:
+    """Width of one head: ``head_dim``, else dim / num_heads.
+
+    Raises:
+        ConfigError: the heads do not divide.
+    """
+    if spec.num_heads % spec.num_kv_heads:
+        raise ConfigError(
+            f"{spec.num_kv_heads} does not divide model.num_heads={spec.num_heads}", key="model.num_kv_heads",
+            hint=f"model.num_kv_heads={spec.num_heads}",
+        )
+    if spec.head_dim is None and spec.dim % spec.num_heads:
+        raise ConfigError(
+            f"{spec.num_heads} does not divide model.dim={spec.dim}", key="model.num_heads",
+            hint="set model.head_dim, or a number of heads that divides the width",
+        )
+    return spec.head_dim or spec.dim // spec.num_heads
+
+
+def document_mask(documents_BS: Tensor) -> Tensor:
+    """Which position [dim 2] may attend to which [dim 3]: same document and not later. bool [B, 1, S, S]."""
+    same_BSS = documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1)
+    return same_BSS.tril().unsqueeze(1)
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, for generation. Allocated at the first forward.
+
+    Args:
+        length: positions to hold: prompt and new tokens.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length, self.position = length, 0
+        self.keys_BKTH: list[Tensor] = []
+        self.values_BKTH: list[Tensor] = []
+
+    def start(self, num_layers: int, *, shape: tuple[int, int, int, int], like: Tensor) -> None:
+        """Allocate zeros of ``shape`` (B, K, T, H) for every layer, in ``like``'s dtype, where not done yet."""
+        if not self.keys_BKTH:
+            self.keys_BKTH = [like.new_zeros(shape) for _ in range(num_layers)]
+            self.values_BKTH = [like.new_zeros(shape) for _ in range(num_layers)]
+
+    def advance(self, count: int, *, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Make room for ``count`` tokens. Returns their positions [S] and the mask [S, T] of what they attend to."""
+        positions_S = torch.arange(self.position, self.position + count, device=device)
+        self.position += count
+        assert self.position <= self.length, f"{self.position} tokens in a cache of {self.length}"
+        return positions_S, torch.arange(self.length, device=device) <= positions_S.unsqueeze(1)
+
+
+class Attention(nn.Module):
+    """Causal attention in which N / K query heads share a key/value head; optional biases and per-head QK norm."""
+
+    def __init__(self, spec: Model) -> None:
+        super().__init__()
+        self.head_dim = head_size(spec)
+        query_dim, kv_dim = spec.num_heads * self.head_dim, spec.num_kv_heads * self.head_dim
+        self.grouped = spec.num_kv_heads != spec.num_heads
+        self.wq = nn.Linear(spec.dim, query_dim, bias=spec.attention_bias)
+        self.wk = nn.Linear(spec.dim, kv_dim, bias=spec.attention_bias)
+        self.wv = nn.Linear(spec.dim, kv_dim, bias=spec.attention_bias)
+        self.wo = nn.Linear(query_dim, spec.dim, bias=spec.attention_bias)
+        self.q_norm = RMSNorm(self.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        cos_SP: Tensor,
+        sin_SP: Tensor,
+        mask: Tensor | None = None,
+        keys_BKTH: Tensor | None = None,
+        values_BKTH: Tensor | None = None,
+        positions_S: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; arguments as of ``decoder.TransformerBlock.forward``."""
+        # the number of heads is read off the tensor: a shard holds fewer than the configuration says
+        q_BSNH = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSKH = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSKH = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
+        q_BNSH = rotate(q_BSNH, cos_SP, sin_SP).transpose(1, 2)
+        k_BKTH = rotate(k_BSKH, cos_SP, sin_SP).transpose(1, 2)
+        v_BKTH = v_BSKH.transpose(1, 2)
+        if keys_BKTH is not None:
+            k_BKTH = keys_BKTH.index_copy_(2, positions_S, k_BKTH)
+            v_BKTH = values_BKTH.index_copy_(2, positions_S, v_BKTH)
+        out_BNSH = self.attend(q_BNSH, k_BKTH, v_BKTH, mask)
+        return self.wo(out_BNSH.transpose(1, 2).flatten(2))
+
+    def attend(self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None) -> Tensor:
+        """Scaled dot-product attention: causal without a mask, else exactly what the mask allows."""
+        if self.grouped and mask is not None:
+            # with a mask only the unfused kernel knows groups on CUDA, and it holds all scores
+            group = q_BNSH.shape[1] // k_BKTH.shape[1]
+            k_BKTH, v_BKTH = (t.repeat_interleave(group, dim=1) for t in (k_BKTH, v_BKTH))
+        return F.scaled_dot_product_attention(
+            q_BNSH, k_BKTH, v_BKTH, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped and mask is None,
+        )

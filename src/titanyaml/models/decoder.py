@@ -1,0 +1,179 @@
+"""The decoder: Llama 3 and Qwen3 in one module; sizes and variants come from ``schema.Model``.
+
+Knows nothing of parallelism, precision or the loop. Computes in the dtype of its weights; norms, rotary angles and
+losses are formed in float32 or wider. Shapes: B batch, S sequence, D model width, V vocabulary, P rotary frequencies,
+K key/value heads, T attended positions, H head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanyaml.config.schema import Model
+from titanyaml.errors import ConfigError
+from titanyaml.models import rope
+from titanyaml.models.attention import Attention, KVCache, document_mask, head_size
+from titanyaml.models.layers import FeedForward, OutputProjection, RMSNorm
+from titanyaml.models.protocol import ModelFacts
+
+#: (hidden_BSD, head weight_VD, labels_BS or None) -> what the forward returns
+HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm residual block. Its forward takes tensors only, so that a plugin can wrap ``forward`` in place."""
+
+    def __init__(self, spec: Model) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.attention = Attention(spec)
+        self.ffn_norm = RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.feed_forward = FeedForward(spec.dim, ffn_dim=spec.ffn_dim)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        cos_SP: Tensor,
+        sin_SP: Tensor,
+        mask: Tensor | None = None,
+        keys_BKTH: Tensor | None = None,
+        values_BKTH: Tensor | None = None,
+        positions_S: Tensor | None = None,
+    ) -> Tensor:
+        """One block.
+
+        Args:
+            x_BSD: residual stream. cos_SP, sin_SP: rotary tables of these positions, float32 or wider.
+            mask: bool, broadcast to [B, heads, S, T], True where position S may attend to T; None: causal.
+            keys_BKTH, values_BKTH: this layer's cache, written in place at positions_S; None outside generation.
+
+        Returns:
+            The residual stream [B, S, D].
+        """
+        h_BSD = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.attention(h_BSD, cos_SP, sin_SP, mask, keys_BKTH, values_BKTH, positions_S)
+        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+
+
+class Decoder(nn.Module):
+    """Token ids to logits, or to a loss.
+
+    Args:
+        spec: sizes and variants.
+
+    Raises:
+        ConfigError: heads or channels do not divide.
+    """
+
+    def __init__(self, spec: Model) -> None:
+        super().__init__()
+        self.spec = spec
+        self.tok_embeddings = nn.Embedding(spec.vocab_size, spec.dim)
+        self.layers = nn.ModuleList(TransformerBlock(spec) for _ in range(spec.num_layers))
+        self.norm = RMSNorm(spec.dim, eps=spec.norm_eps)
+        # Tied: there is no second parameter that could come untied; the embedding's weight is read twice.
+        self.output = None if spec.tie_embeddings else OutputProjection(spec.dim, vocab_size=spec.vocab_size)
+        for name in ("rope_cos_TP", "rope_sin_TP"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
+        self.init_buffers(self.tok_embeddings.weight.device)
+        self.facts = _facts(self)
+
+    def init_buffers(self, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
+        """(Re)compute the rotary tables [max_seq_len, head_dim / 2] on ``device``; ``dtype`` float32 or float64."""
+        spec = self.spec
+        frequencies_P = rope.inverse_frequencies(head_size(spec), theta=spec.rope_theta, scaling=spec.rope_scaling)
+        self.rope_cos_TP, self.rope_sin_TP = rope.tables(
+            frequencies_P, length=spec.max_seq_len, device=device, dtype=dtype
+        )
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        *,
+        documents_BS: Tensor | None = None,
+        labels_BS: Tensor | None = None,
+        loss_fn: HeadFunction | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Run the model.
+
+        Args:
+            tokens_BS: int64 ids; positions are 0..S-1, or go on from where ``cache`` stands.
+            documents_BS: int64 document index of each token; read where ``model.document_mask`` is on.
+            labels_BS: handed to ``loss_fn``.
+            loss_fn: takes final hidden states, the head's weight and the labels. It runs inside this forward because
+                only here a sharded weight is sure to be whole.
+            cache: keys and values of earlier tokens of one document (generation); extended in place.
+
+        Returns:
+            What ``loss_fn`` returns, else logits [B, S, V] in the weights' dtype.
+
+        Raises:
+            ConfigError: the sequence is longer than ``model.max_seq_len``.
+        """
+        count = tokens_BS.shape[1]
+        start = cache.position if cache is not None else 0
+        if start + count > self.spec.max_seq_len:
+            raise ConfigError(
+                f"{start + count} tokens exceed model.max_seq_len={self.spec.max_seq_len}", key="train.seq_len",
+                hint=f"train.seq_len={self.spec.max_seq_len}",
+            )
+        h_BSD = self.tok_embeddings(tokens_BS)
+        cos_SP, sin_SP = (t[start : start + count] for t in (self.rope_cos_TP, self.rope_sin_TP))
+        if cache is not None:
+            h_BSD = self._run_cached(h_BSD, cos_SP, sin_SP, cache)
+        else:
+            mask = self._document_mask(documents_BS)
+            for block in self.layers:
+                h_BSD = block(h_BSD, cos_SP, sin_SP, mask)
+        h_BSD = self.norm(h_BSD)
+        head = self.tok_embeddings if self.output is None else self.output
+        if loss_fn is None:
+            return F.linear(h_BSD, head.weight)
+        return loss_fn(h_BSD, head.weight, labels_BS)
+
+    def _document_mask(self, documents_BS: Tensor | None) -> Tensor | None:
+        if not self.spec.document_mask:
+            return None
+        assert documents_BS is not None, "model.document_mask is on and documents_BS is missing"
+        return document_mask(documents_BS)
+
+    def _run_cached(self, h_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, cache: KVCache) -> Tensor:
+        batch, count, _ = h_BSD.shape
+        shape = (batch, self.spec.num_kv_heads, cache.length, head_size(self.spec))
+        cache.start(len(self.layers), shape=shape, like=h_BSD)
+        positions_S, mask_ST = cache.advance(count, device=h_BSD.device)
+        for block, keys_BKTH, values_BKTH in zip(self.layers, cache.keys_BKTH, cache.values_BKTH, strict=True):
+            h_BSD = block(h_BSD, cos_SP, sin_SP, mask_ST, keys_BKTH, values_BKTH, positions_S)
+        return h_BSD
+
+
+def build(spec: Model) -> Decoder:
+    """The decoder on meta: no memory, no values. ``models.init.materialise`` gives it both."""
+    with torch.device("meta"):
+        return Decoder(spec)
+
+
+def _facts(model: Decoder) -> ModelFacts:
+    spec = model.spec
+    return ModelFacts(
+        blocks=tuple(f"layers.{i}" for i in range(spec.num_layers)),
+        embedding="tok_embeddings",
+        head="tok_embeddings" if spec.tie_embeddings else "output",
+        final_norm="norm",
+        num_params=sum(p.numel() for p in model.parameters()),
+        num_embedding_params=model.tok_embeddings.weight.numel(),
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=head_size(spec),
+        dim=spec.dim,
+        ffn_dim=spec.ffn_dim,
+        vocab_size=spec.vocab_size,
+        max_seq_len=spec.max_seq_len,
+        tied=spec.tie_embeddings,
+    )

@@ -1,0 +1,129 @@
+"""Give a model on meta its memory and its first values, the same on every mesh.
+
+Every value depends on (seed, parameter name) alone: the whole tensor is drawn from a generator of that name on each
+rank, and a rank keeps its slice. Whatever nobody initialises stays NaN and is reported, never trained on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from titanyaml.config.schema import Model
+from titanyaml.dist import rng
+from titanyaml.errors import TitanError
+from titanyaml.models.layers import at_least_float32
+
+
+@torch.no_grad()
+def materialise(
+    model: nn.Module, *, device: torch.device, seed: int, param_dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Allocate ``model`` on ``device`` and initialise it. At most one whole tensor exists besides the model.
+
+    Values are drawn in float32 on the type of ``device`` (CPU and GPU draw different numbers) and cast afterwards, so
+    every precision starts from the same weights. Modules with a method ``init_buffers(device, *, dtype)`` fill their
+    own buffers. Parameters that were tied on meta are tied afterwards.
+
+    Args:
+        model: a decoder on meta, transformed or not; parameters may be DTensors. seed: ``run.seed``.
+        param_dtype: dtype of master weights.
+
+    Returns:
+        Masters by name: the value in ``param_dtype``, placed as the parameter, of each parameter stored narrower.
+
+    Raises:
+        TitanError: a parameter or buffer was filled by nobody.
+    """
+    shared = _shared_names(model)
+    model.to_empty(device=device)
+    _share(model, shared)
+    for _, tensor in _floating(model):
+        tensor.fill_(math.nan)
+    for module in model.modules():
+        if hasattr(module, "init_buffers"):
+            module.init_buffers(device, dtype=at_least_float32(param_dtype))
+    masters = {}
+    for name, parameter in model.named_parameters():
+        value = _initial_value(name, parameter, spec=model.spec, device=device, seed=seed)
+        if value is None:
+            continue
+        # the copy frees a DTensor's shard from the memory of the whole tensor that it may be a view of
+        value = value.to(param_dtype, copy=isinstance(value, DTensor))
+        parameter.copy_(value)
+        if torch.promote_types(parameter.dtype, param_dtype) != parameter.dtype:
+            masters[name] = value
+    _refuse_nan(model)
+    return masters
+
+
+def initial_std(name: str, spec: Model) -> float | None:
+    """Standard deviation of a matrix: ``init_std``, divided by sqrt(2 * layers) where its output is added to the
+    residual stream (Radford et al. 2019, GPT-2), so that the stream's variance does not grow with depth. None for
+    names that are no matrix of the decoder."""
+    if name.endswith((".wo.weight", ".w2.weight")):
+        return spec.init_std / math.sqrt(2 * spec.num_layers)
+    matrices = ("tok_embeddings.weight", "output.weight", ".wq.weight", ".wk.weight", ".wv.weight", ".w1.weight",
+                ".w3.weight")
+    return spec.init_std if name.endswith(matrices) else None
+
+
+def _initial_value(
+    name: str, parameter: Tensor, *, spec: Model, device: torch.device, seed: int
+) -> Tensor | None:
+    """The float32 value of a parameter, placed as it is; None where no rule knows the name."""
+    value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+    std = initial_std(name, spec)
+    if std is not None:
+        value.normal_(0.0, std, generator=rng.generator(seed, "init", name, device=device))
+    elif name.endswith("norm.weight"):
+        value.fill_(1.0)
+    elif name.endswith(".bias"):
+        value.zero_()
+    else:
+        return None
+    if isinstance(parameter, DTensor):
+        # src_data_rank=None: every rank slices its own draw, nothing is sent
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value
+
+
+def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and local tensor of all floating-point parameters and buffers."""
+    for named in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in named:
+            if tensor.is_floating_point():
+                yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _refuse_nan(model: nn.Module) -> None:
+    names, tensors = zip(*_floating(model), strict=True)
+    flags = torch.stack([tensor.isnan().any() for tensor in tensors]).tolist()
+    bad = [name for name, flag in zip(names, flags, strict=True) if flag]
+    if bad:
+        raise TitanError(
+            f"no initialisation for {', '.join(bad)}: no rule knows the parameter, or no init_buffers fills the buffer",
+            key="pipeline.plugins", hint="a plugin that adds a buffer gives its module init_buffers(device, *, dtype)",
+        )
+
+
+def _shared_names(model: nn.Module) -> list[list[str]]:
+    """Names of each parameter that has more than one."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _share(model: nn.Module, groups: list[list[str]]) -> None:
+    """Tie again what ``to_empty`` has untied: it allocates once per name."""
+    for first, *others in groups:
+        parameter = model.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, parameter)
