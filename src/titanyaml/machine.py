@@ -13,7 +13,8 @@ from typing import Any
 
 _PACKAGES = ("titanyaml", "torch", "torchao", "triton", "hydra-core", "omegaconf", "numpy", "datasets", "sentencepiece",
              "tokenizers", "safetensors", "aim")
-_VARIABLES = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "SLURM_", "TITANYAML_", "HF_", "PYTHONHASHSEED")
+_VARIABLES = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "SLURM_", "TITANYAML_", "HF_",
+              "PYTHONHASHSEED")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "JWT")
 
 

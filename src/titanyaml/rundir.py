@@ -1,7 +1,7 @@
 """The run directory: one owner at a time, and records that are never half written.
 
-The owner is named by ``lease.json``: host, process id, the process's start time and a generation. The start time tells a
-living owner from another process that was given the same number. A dead owner on this host is replaced at once; on
+The owner is named by ``lease.json``: host, process id, the process's start time and a generation. The start time tells
+a living owner from another process that was given the same number. A dead owner on this host is replaced at once; on
 another host it cannot be looked at, so the owner refreshes the lease's modification time and is replaced when that has
 stood still for ``STALE_S``. Each claim raises the generation; ranks of an older generation that are still alive notice
 by ``check_generation`` before they write a checkpoint.
@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def _exists(pid: int) -> bool:
 
 def utc_now() -> str:
     """The time of a record: UTC, to the microsecond."""
-    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 class RunDir:

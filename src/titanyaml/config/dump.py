@@ -1,8 +1,8 @@
 """config.yaml: the configuration as it ran, such that it can be run again.
 
-Two things stay expressions where all else is resolved: ``run.id`` and ``run.dir``, so that a replay is a new run in a new
-folder, and the plugin nodes that refer to a group (``ac: ${ac}``), so that an override of the group still reaches the
-plugin. A ``defaults`` list on top brings the schema and Hydra's own settings, which are not part of a run's identity.
+Two things stay expressions where all else is resolved: ``run.id`` and ``run.dir``, so that a replay is a new run in a
+new folder, and the plugin nodes that refer to a group (``ac: ${ac}``), so that an override of the group still reaches
+the plugin. A ``defaults`` list on top brings the schema and Hydra's own settings, which are not part of a run's identity.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Tokenizer:
     train_bytes: int = key(
         8_000_000, "text read to train the vocabulary (bytes)", low=1000, when=("kind", ["sentencepiece"])
     )
-    eos_token: Optional[str] = key(
+    eos_token: str | None = key(
         None, "token that ends a document; null: as the file says", when=("kind", ["sentencepiece", "hf"])
     )
 
@@ -235,6 +235,9 @@ class Checkpoint:
     interval: int = key(100, "steps between checkpoints; 0: only at the end", low=0, when=("enabled", [True]))
     keep: int = key(2, "newest checkpoints kept", low=1, when=("enabled", [True]))
     resume: str = key("auto", "auto: the newest good checkpoint of this run; none: step 0; or a checkpoint's folder")
+    accept_changes: list[str] = key(
+        [], "keys, or groups of keys, in which a resumed run may differ from how it was begun"
+    )
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What went wrong on a rank, written by the rank, read by whoever started it.
 
-Each failing rank leaves ``errors/rank-<r>.json``. The launcher tells the one that came first: the others are mostly ranks
-that lost the peer they were talking to.
+Each failing rank leaves ``errors/rank-<r>.json``. The launcher tells the one that came first: the others are mostly
+ranks that lost the peer they were talking to.
 """
 
 from __future__ import annotations

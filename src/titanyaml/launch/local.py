@@ -1,11 +1,11 @@
 """Start the ranks of one job on this machine, and answer for how they end.
 
 The ranks are plain child processes, not an elastic agent's workers. ``torch.distributed.launcher.elastic_launch`` was
-looked at (torch 2.13) and left out for three reasons: it turns the ranks' exit codes into one exception, and a SIGTERM to
-it into a ``SignalException`` whatever the ranks saved and exited with; it has one shutdown time-out, where a rank that
-saves a checkpoint needs minutes and the peer of a dead rank should go in seconds; and it would bring torch (seconds, and
-hundreds of MB) into the parent, which otherwise never imports it. Restarts, its real gift, are not wanted: a run is
-repeated from its run directory.
+looked at (torch 2.13) and left out for three reasons: it turns the ranks' exit codes into one exception, and a SIGTERM
+to it into a ``SignalException`` whatever the ranks saved and exited with; it has one shutdown time-out, where a rank
+that saves a checkpoint needs minutes and the peer of a dead rank should go in seconds; and it would bring torch
+(seconds, and hundreds of MB) into the parent, which otherwise never imports it. Restarts, its real gift, are not
+wanted: a run is repeated from its run directory.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def launch(run: RunDir, *, run_id: str, nproc: int, launch: schema.Launch) -> Ou
             group.watch(asked, grace_s=launch.shutdown_grace_s)
         finally:
             group.end()
-        return group.outcome(asked.name)
+        return group.outcome(asked)
 
 
 def check_devices(nproc: int) -> None:
@@ -201,33 +201,37 @@ class _Group:
         for log in self.logs:
             log.close()
 
-    def outcome(self, asked: str | None) -> Outcome:
+    def outcome(self, asked: _Asked) -> Outcome:
         """One verdict over all ranks."""
         codes = {rank: process.returncode for rank, process in enumerate(self.processes)}
         if all(code == EXIT_DONE for code in codes.values()):
-            return Outcome(EXIT_DONE, "done", signal=asked)
+            return Outcome(EXIT_DONE, "done", signal=asked.name)
         if all(code in _ORDERLY for code in codes.values()):
-            return Outcome(EXIT_PREEMPTED, "preempted", signal=asked)
+            return Outcome(EXIT_PREEMPTED, "preempted", signal=asked.name)
+        if asked.count > 1:
+            return Outcome(EXIT_FAILED, "stopped", signal=asked.name)
+        if asked.count and -signal.SIGTERM in codes.values():
+            # the signal came before the rank listened for it: nothing was begun that could be lost
+            return Outcome(EXIT_PREEMPTED, "stopped", signal=asked.name)
         told = failure.collect(self.run.path)
-        if asked and -signal.SIGTERM in codes.values():
-            # the signal came before the ranks listened for it: nothing was begun that could be lost
-            return Outcome(EXIT_PREEMPTED, "stopped", signal=asked)
         known = {found.rank for found in told}
-        silent = [self._silent(rank, code) for rank, code in codes.items() if code not in _ORDERLY and rank not in known]
-        cause = failure.earliest(told + silent)
-        return Outcome(cause.exit_code, "failed", failure=cause, signal=asked)
+        mute = [rank for rank, code in codes.items() if code not in _ORDERLY and rank not in known]
+        cause = failure.earliest(told + [self._silent(rank, codes[rank]) for rank in mute])
+        return Outcome(cause.exit_code, "failed", failure=cause, signal=asked.name)
 
     def _silent(self, rank: int, code: int) -> Failure:
         """The failure of a rank that left no word: ended by a signal, or from below Python."""
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if self.killed and code == -signal.SIGKILL:
-            how = "did not end in time and was killed"
-        elif code == -signal.SIGKILL:
-            how += " (out of memory?)"
-        tail = _tail(_log_path(self.run, rank))
+        killed = self.killed and code == -signal.SIGKILL
+        if killed:
+            how = "did not end in time (launch.shutdown_grace_s after a signal) and was killed"
+        elif code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+            how += " (out of memory?)" if code == -signal.SIGKILL else ""
+        else:
+            how = f"ended with exit code {code}"
         return Failure(
-            rank=rank, time=self.ended[rank], type="signal", message=f"it {how}{tail}", traceback="",
-            exit_code=EXIT_FAILED, lost_peer=self.killed,
+            rank=rank, time=self.ended[rank], type="signal" if code < 0 else "exit", traceback="",
+            message=f"it {how}{_tail(_log_path(self.run, rank))}", exit_code=EXIT_FAILED, lost_peer=killed,
         )
 
 

@@ -1,7 +1,8 @@
-"""One rank: ``python -m titanyaml.launch.rank --run-dir D --generation G --parent PID``.
+"""One rank: ``python -m titanyaml.launch.rank --run-dir D --run-id I --generation G --parent PID``.
 
-Reads config.yaml, joins the process group, calls ``runner._target_`` as ``(config, run, env) -> dict | None`` and ends with
-the exit code of what happened. A rank that fails leaves at once, without waiting for collectives that its peers are in.
+Reads config.yaml, joins the process group, calls ``runner._target_`` as ``(config, run, env) -> dict | None`` and ends
+with the exit code of what happened. A rank that fails leaves at once, without waiting for collectives that its peers
+are in.
 """
 
 from __future__ import annotations

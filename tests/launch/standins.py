@@ -1,0 +1,59 @@
+"""Runners that stand in for training in the tests of the launcher. ``user`` of the configuration tells them what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanyaml.config.schema import Config
+from titanyaml.dist import comm, signals
+from titanyaml.dist.env import Env
+from titanyaml.errors import DataError, NonFiniteError, Preempted
+from titanyaml.rundir import RunDir
+
+
+def train(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
+    """A run of ``train.steps`` steps whose metric is the learning rate; leaves a record of each step."""
+    run.event("started", "here", rank=env.rank, pid=os.getpid(), threads=os.environ["OMP_NUM_THREADS"],
+              full_error=os.environ.get("HYDRA_FULL_ERROR"))
+    for step in range(1, config.train.steps + 1):
+        _misbehave(config.user, step, env)
+        total = comm.sum_scalars([1.0, signals.requested() is not None], env)
+        if total[1]:
+            raise Preempted(f"asked to stop after step {step}; saved")
+        if env.is_main:
+            run.metric({"step": step, "loss": config.optim.lr / step, "tps": 100.0 * step})
+        time.sleep(config.user.get("step_s", 0.0))
+    if env.is_main:
+        run.write_status(step=config.train.steps)
+    return {"metric": config.optim.lr, "ranks": env.world_size}
+
+
+def _misbehave(user: dict[str, Any], step: int, env: Env) -> None:
+    if step != user.get("at", 1) or env.rank != user.get("rank", 0):
+        return
+    match user.get("fail"):
+        case "error":
+            raise RuntimeError("the roof is leaking")
+        case "data":
+            raise DataError("corpus.txt is missing", key="data.paths")
+        case "non_finite":
+            raise NonFiniteError("loss is nan")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
+
+
+def hang_in_collective(config: Config, run: RunDir, env: Env) -> None:
+    """Rank 1 fails in a way that its peer cannot notice: the connection stays open, the peer waits for a store key."""
+    if env.rank == 1:
+        raise RuntimeError("the roof is leaking")
+    dist.distributed_c10d._get_default_store().wait(["never"])
+    raise AssertionError(torch)
