@@ -49,10 +49,11 @@ class Env:
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if kind == "cpu":
             return cls(rank, world_size, local_rank, torch.device("cpu"), "gloo")
-        if local_rank >= torch.cuda.device_count():
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
             raise LaunchError(
-                f"rank {rank} is number {local_rank} on this machine, which has {torch.cuda.device_count()} GPU(s)",
-                key="launch.nproc", hint=f"launch.nproc={torch.cuda.device_count()}, or parallel=auto",
+                f"rank {rank} is number {local_rank} (from 0) on this machine, where torch sees {gpus} GPUs",
+                key="launch.nproc", hint=f"launch.nproc={gpus}" if gpus else "a torch build and driver that see GPUs",
             )
         return cls(rank, world_size, local_rank, torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl")
 

@@ -1,0 +1,58 @@
+"""Degrees of parallelism and the DeviceMesh that they make."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titanyaml.config import schema
+from titanyaml.config.degrees import MESH_AXES, resolve_degrees
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Resolved degrees; none is -1. ``ep`` is no axis of its own: it reuses dp_shard*cp*tp."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def resolve(cls, parallel: schema.Parallel, world_size: int) -> ParallelDims:
+        """The configured degrees, -1 derived from the number of ranks.
+
+        Raises:
+            ConfigError: no degrees fit ``world_size`` ranks.
+        """
+        return cls(**resolve_degrees(parallel, world_size=world_size))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return math.prod(getattr(self, axis) for axis in MESH_AXES)
+
+    @property
+    def data_degree(self) -> int:
+        """Number of different data ranks: how often the batch is split."""
+        return self.dp_replicate * self.dp_shard
+
+    def build(self, device_type: str) -> DeviceMesh:
+        """The mesh with the axes pp, dp_replicate, dp_shard, cp, tp, outermost first, those of size 1 too.
+
+        A mesh is made of process groups: ``dist.env.start`` comes first, and one rank alone has none.
+        """
+        assert self.world_size > 1, "one rank alone has no mesh"
+        return init_device_mesh(
+            device_type, tuple(getattr(self, axis) for axis in MESH_AXES), mesh_dim_names=MESH_AXES
+        )
+
+    def data_rank(self, mesh: DeviceMesh | None) -> int:
+        """Which part of the batch this rank reads, 0 .. data_degree-1; the same for its cp, tp and pp peers."""
+        if mesh is None:
+            return 0
+        return mesh.get_local_rank("dp_replicate") * self.dp_shard + mesh.get_local_rank("dp_shard")
