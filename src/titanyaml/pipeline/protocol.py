@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 STAGES = ("pp", "quant", "tp", "ep", "cp", "async_tp", "model", "ac", "compile", "fsdp", "final")
 
 
+def some(names: Sequence[str], limit: int = 4) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
 @dataclass(frozen=True)
 class Change:
     """What a transform did.
@@ -38,6 +44,13 @@ class Change:
     summary: str
     modules: list[str]
     skipped: dict[str, str] = field(default_factory=dict)
+
+    def left_alone(self) -> list[str]:
+        """A line per reason in ``skipped``: the modules, the first few by name, and why."""
+        by_reason: dict[str, list[str]] = {}
+        for module, reason in self.skipped.items():
+            by_reason.setdefault(reason, []).append(module)
+        return [f"left alone: {some(modules)}: {reason}" for reason, modules in by_reason.items()]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""The pipeline for people (a table) and for programs (records of ``pipeline.json``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from titanyaml.pipeline.protocol import Change
+from titanyaml.pipeline.resolve import Resolved
+
+
+def table(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = None) -> Table:
+    """A row per step in order, with what it did where it has run, then a row per node that is off with the reason."""
+    view = Table(title="pipeline", title_justify="left")
+    view.add_column("#", justify="right")
+    for column in ("stage", "node", "class"):
+        view.add_column(column, no_wrap=True)
+    view.add_column("what it did" if changes is not None else "", overflow="fold")
+    view.add_column("modules", justify="right")
+    done = dict(changes or [])
+    for record in records(resolved, changes):
+        if record["off"]:
+            view.add_row("-", "", record["node"], "", f"off: {record['off']}", "", style="dim")
+            continue
+        change = done.get(record["node"])
+        what = "\n".join([change.summary, *change.left_alone()]) if change else ""
+        count = "" if change is None else str(record["modules"])
+        view.add_row(
+            str(record["order"]), record["stage"], record["node"], record["class"].rpartition(".")[2], what, count
+        )
+    return view
+
+
+def records(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = None) -> list[dict[str, Any]]:
+    """JSON-ready records: the steps in order, then the nodes that are off.
+
+    Keys: order (from 1; null when off), stage, node, class (dotted path), summary, modules (how many were touched,
+    ``"all"`` for the whole model, null before the step has run), skipped (module to reason), off (reason, or null).
+    """
+    done = dict(changes or [])
+    rows = []
+    for order, (name, transform) in enumerate(resolved.steps, 1):
+        change = done.get(name)
+        rows.append({
+            "order": order,
+            "stage": resolved.stages[name],
+            "node": name,
+            "class": f"{type(transform).__module__}.{type(transform).__qualname__}",
+            "summary": change.summary if change else "",
+            "modules": None if change is None else "all" if "*" in change.modules else len(change.modules),
+            "skipped": dict(change.skipped) if change else {},
+            "off": None,
+        })
+    for name, reason in resolved.off.items():
+        rows.append({"order": None, "stage": None, "node": name, "class": None, "summary": "", "modules": None,
+                     "skipped": {}, "off": reason})
+    return rows

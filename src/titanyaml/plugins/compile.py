@@ -1,0 +1,77 @@
+"""torch.compile, in place: ``module.compile()`` changes how a module is called, not what it is called."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from titanyaml.dist import compat
+from titanyaml.errors import PipelineError, Problem
+from titanyaml.pipeline.protocol import Change, Context
+
+MODES = ("auto", "none", "block", "model")
+
+
+class Compile:
+    """Compile each block by itself (equal blocks share one graph), or the whole model.
+
+    Graphs are whole and static: a break or an exhausted recompile limit raises where it happens instead of falling
+    back to eager, which nobody would see.
+
+    Args:
+        mode: ``block``, ``model``, ``none``, or ``auto``: block on a GPU, none on a CPU.
+        backend: torch.compile backend.
+    """
+
+    stage = "compile"
+
+    def __init__(self, *, mode: str = "auto", backend: str = "inductor") -> None:
+        self.mode, self.backend = mode, backend
+        self.before = compat.CompileCounts()
+
+    def reason_off(self, ctx: Context) -> str:
+        """Off where the mode is none, and under auto without a GPU."""
+        if self.mode == "none":
+            return "compile.mode is none"
+        if self.mode == "auto" and ctx.device.type != "cuda":
+            return f"compile.mode is auto, which compiles on a GPU only; the device is {ctx.device.type}"
+        return ""
+
+    def check(self, ctx: Context) -> list[Problem]:
+        """Mode and backend exist; the whole model is one graph only where FSDP's hooks do not cut it."""
+        problems = []
+        if self.mode not in MODES:
+            problems.append(Problem("compile.mode", f"is {self.mode!r}", allowed=", ".join(MODES)))
+        if self.backend not in (known := torch.compiler.list_backends(exclude_tags=None)):
+            problems.append(Problem("compile.backend", f"is {self.backend!r}", allowed=", ".join(known)))
+        if self.mode == "model" and ctx.dims.data_degree > 1:
+            problems.append(Problem(
+                "compile.mode", f"is 'model' on {ctx.dims.data_degree} data ranks; gathering weights breaks the graph",
+                allowed="block, none", hint="compile.mode=block",
+            ))
+        return problems
+
+    def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
+        """Mark the modules; the graphs are built by the first step."""
+        self.before = compat.compile_counts()
+        names = ["*"] if self.mode == "model" else list(ctx.facts.blocks)
+        for module in [model] if self.mode == "model" else map(model.get_submodule, names):
+            module.compile(backend=self.backend, fullgraph=True, dynamic=False)
+        what = "the whole model" if self.mode == "model" else f"each of {len(names)} blocks"
+        return model, Change(f"{what} will be compiled by {self.backend} in the first step", names)
+
+    def verify(self, model: nn.Module, ctx: Context) -> Change:
+        """Something was compiled and nothing broke.
+
+        Raises:
+            PipelineError: nothing was compiled (switched off by the environment), or a graph broke.
+        """
+        counts = compat.compile_counts() - self.before
+        if not counts.graphs:
+            raise PipelineError(
+                "asked for, but nothing was compiled in the first step", key="compile.mode",
+                hint="unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or compile.mode=none",
+            )
+        if counts.breaks:
+            raise PipelineError([Problem("compile.mode", f"the graph broke: {why}") for why in counts.breaks])
+        return Change(f"{counts.graphs} graphs compiled, 0 graph breaks", ["*"])

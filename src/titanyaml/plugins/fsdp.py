@@ -1,0 +1,139 @@
+"""Data parallelism by FSDP2 (FSDP, HSDP and plain replication by one call), and the compute dtype without it.
+
+Every data rank holds the sum of its own tokens' losses, divided by the global token count: so gradients are *summed*
+over the ranks, never averaged. They are reduced after every microbatch, since deferring it would keep a whole
+unsharded gradient in full precision on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titanyaml.errors import Problem
+from titanyaml.pipeline.protocol import Change, Context
+
+RESHARD = ("auto", "always", "never")
+
+
+class FullyShard:
+    """Shard (or replicate) the parameters over the data ranks, computing in ``compute_dtype``.
+
+    On one data rank nothing is sharded; parameters are then stored in ``compute_dtype`` where that is narrower than
+    ``param_dtype``, and the optimizer keeps the full-precision masters.
+
+    Args:
+        reshard_after_forward: whether gathered weights are freed after a block's forward. ``auto``: all blocks but the
+            last, which the backward pass needs at once; ``always``: also the last block and the model's own weights
+            (embedding, final norm, head); ``never``.
+    """
+
+    stage = "fsdp"
+
+    def __init__(self, *, reshard_after_forward: str = "auto") -> None:
+        self.reshard_after_forward = reshard_after_forward
+
+    def reason_off(self, ctx: Context) -> str:
+        """Off where one data rank computes in the dtype of its parameters."""
+        if ctx.dims.data_degree == 1 and ctx.compute_dtype == ctx.param_dtype:
+            return f"one data rank, compute dtype = parameter dtype ({_short(ctx.param_dtype)})"
+        return ""
+
+    def check(self, ctx: Context) -> list[Problem]:
+        """The compute dtype is no wider than the parameters', and the option exists."""
+        problems = []
+        if self.reshard_after_forward not in RESHARD:
+            problems.append(Problem("parallel.fsdp_reshard_after_forward", f"is {self.reshard_after_forward!r}",
+                                    allowed=", ".join(RESHARD)))
+        if ctx.compute_dtype.itemsize > ctx.param_dtype.itemsize:
+            problems.append(Problem(
+                "train.compute_dtype", f"is {_short(ctx.compute_dtype)}, wider than train.param_dtype",
+                allowed=f"{_short(ctx.param_dtype)} or narrower", hint=f"train.param_dtype={_short(ctx.compute_dtype)}",
+            ))
+        return problems
+
+    def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
+        """Shard each block, then what is left of the model; or cast."""
+        return self._shard(model, ctx) if ctx.dims.data_degree > 1 else _cast(model, ctx)
+
+    def _shard(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
+        blocks = ctx.facts.blocks
+        rest = [name for name in _owners(model) if not name.startswith(tuple(f"{block}." for block in blocks))]
+        options: dict[str, Any] = {"mesh": _mesh(ctx), "mp_policy": _policy(ctx)}
+        always, never = self.reshard_after_forward == "always", self.reshard_after_forward == "never"
+        for name in blocks:
+            reshard = always or (name != blocks[-1] and not never)
+            fully_shard(model.get_submodule(name), reshard_after_forward=reshard, **options)
+        fully_shard(model, reshard_after_forward=always, **options)
+        for module in _sharded(model):
+            module.set_gradient_divide_factor(1.0)
+            # a plain SUM: with the factor alone NCCL is asked for PREMUL_SUM, which gloo does not have
+            module.set_force_sum_reduction_for_comms(True)
+        model.register_forward_hook(_release)
+        freed = {"always": "all", "never": "none"}.get(self.reshard_after_forward, "all blocks but the last")
+        return model, Change(
+            f"{len(blocks)} blocks and {len(rest)} other modules over {_axes(ctx)}, computing in "
+            f"{_short(ctx.compute_dtype)}; gradients summed in {_short(ctx.reduce_dtype)} after every microbatch; "
+            f"freed after forward: {freed}",
+            [*blocks, *rest],
+        )
+
+
+def _mesh(ctx: Context) -> Any:
+    """The data axes: dp_shard alone, or replicas (dp_replicate) of shards."""
+    assert ctx.mesh is not None, "more than one data rank and no mesh"
+    return ctx.mesh["dp_shard"] if ctx.dims.dp_replicate == 1 else ctx.mesh["dp_replicate", "dp_shard"]
+
+
+def _axes(ctx: Context) -> str:
+    degrees = {"dp_replicate": ctx.dims.dp_replicate, "dp_shard": ctx.dims.dp_shard}
+    return " x ".join(f"{axis}({degree})" for axis, degree in degrees.items() if degree > 1)
+
+
+def _policy(ctx: Context) -> MixedPrecisionPolicy:
+    """Weights gathered in the compute dtype, gradients reduced in the reduce dtype, activations left as they are.
+
+    Inputs are not cast: the hidden state is in the compute dtype already, and rotary tables must stay in full
+    precision. Outputs are not cast: the loss is a full-precision sum.
+    """
+    return MixedPrecisionPolicy(
+        param_dtype=ctx.compute_dtype, reduce_dtype=ctx.reduce_dtype, output_dtype=None, cast_forward_inputs=False
+    )
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _release(model: nn.Module, args: Any, output: Any) -> None:
+    """Without a backward pass nothing else frees what the forward kept gathered.
+
+    Whoever reads the parameters next (a checkpoint after a validation) must find the shards, not gathered copies.
+    """
+    if not torch.is_grad_enabled():
+        for module in _sharded(model):
+            module.reshard()
+
+
+def _cast(model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
+    """Store the parameters in the compute dtype. Buffers (rotary tables) keep theirs; ties keep their one parameter."""
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.data = parameter.data.to(ctx.compute_dtype)
+    return model, Change(
+        f"one data rank: {len(parameters)} parameters stored in {_short(ctx.compute_dtype)}, "
+        f"the optimizer keeps the {_short(ctx.param_dtype)} masters",
+        _owners(model),
+    )
+
+
+def _owners(model: nn.Module) -> list[str]:
+    """Names of the modules that hold parameters themselves; one that only shares a tied weight is not named again."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in model.named_parameters()))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
