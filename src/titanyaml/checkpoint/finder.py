@@ -1,0 +1,106 @@
+"""Which checkpoint to read: the newest one that is whole, or the one that was named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titanyaml.checkpoint import folder, manifest
+from titanyaml.checkpoint.peers import Peers
+from titanyaml.errors import CheckpointError
+
+
+class Finder:
+    """Verifies checkpoints, each once; the ranks share the reading and come to one answer.
+
+    Args:
+        warn: called on rank 0 with an event kind and a message.
+    """
+
+    def __init__(self, peers: Peers, *, warn: Callable[[str, str], None]) -> None:
+        self.peers, self._warn = peers, warn
+        self.verified: dict[Path, dict[str, Any]] = {}
+        self.damaged: set[Path] = set()
+
+    def newest(self, root: Path) -> Path | None:
+        """The newest whole checkpoint in the folder of steps ``root``; None: there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: there are some, and none is whole.
+        """
+        names = self.peers.on_main("listing", lambda: [path.name for path in folder.newest_first(root)])
+        problems: list[str] = []
+        for path in (root / name for name in names):
+            damage = self._damage(path)
+            if not damage:
+                return path
+            problems.append(f"{path.name}: {damage[0]}")
+            self.damaged.add(path)
+            if self.peers.rank == 0:
+                self._warn("checkpoint_damaged", f"{path} is damaged and passed over: " + "; ".join(damage))
+        if not names:
+            return None
+        raise CheckpointError(
+            f"none of the {len(names)} checkpoints in {root} can be read: " + "; ".join(problems),
+            key="checkpoint.resume",
+            hint="restore one of them from a copy, or begin anew under another run.id",
+        )
+
+    def find(self, source: Path) -> Path:
+        """The checkpoint at ``source``: itself a checkpoint's folder, or the newest of a run's or of a folder of steps.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        kind = self.peers.on_main("looking", lambda: _kind(source))
+        if kind == "step":
+            damage = self._damage(source)
+            if damage:
+                raise CheckpointError(
+                    f"{source} is damaged: " + "; ".join(damage), hint="an older step of the same run"
+                )
+            return source
+        found = self.newest(source / "checkpoints" if kind == "run" else source)
+        if found is None:
+            raise CheckpointError(f"no checkpoint in {source}", hint="the folder of a run, or of one step in it")
+        return found
+
+    def trust(self, path: Path, content: dict[str, Any]) -> None:
+        """Take ``path`` for whole: this process has just written it."""
+        self.verified[path] = content
+        self.damaged.discard(path)
+
+    def forget(self, path: Path) -> None:
+        """``path`` was deleted."""
+        self.verified.pop(path, None)
+        self.damaged.discard(path)
+
+    def _damage(self, path: Path) -> list[str]:
+        """What is wrong with a checkpoint."""
+        if path in self.verified:
+            return []
+        content, problem = self.peers.on_main("reading the manifest", lambda: _try_manifest(path))
+        if problem:
+            return [problem]
+        mine = sorted(content["files"])[self.peers.rank :: self.peers.world_size]
+        shares = self.peers.together("verifying", lambda: manifest.damage(path, content["files"], names=mine))
+        damage = [problem for share in shares for problem in share]
+        if not damage:
+            self.verified[path] = content
+        return damage
+
+
+def _kind(source: Path) -> str:
+    """What a folder is: "step", "run", or "steps" (a folder of steps, or nothing of the kind)."""
+    if folder.STEP.fullmatch(source.name) or (source / manifest.NAME).exists():
+        return "step"
+    return "run" if (source / "checkpoints").is_dir() else "steps"
+
+
+def _try_manifest(path: Path) -> tuple[dict[str, Any], str]:
+    """(manifest, "") or ({}, what is wrong): damage is an answer here, unlike a rank that does not come."""
+    try:
+        return manifest.read(path), ""
+    except CheckpointError as error:
+        return {}, error.message
