@@ -1,0 +1,161 @@
+"""The tokenised corpus on disk: one file of ids that every rank maps, made once."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from titanyaml.data.files import Document
+from titanyaml.data.packing import check_ids
+from titanyaml.data.sources import Source
+from titanyaml.errors import DataError
+from titanyaml.tokenizer import Tokenizer
+from titanyaml.tokenizer.cache import build_once
+
+log = logging.getLogger("titanyaml.data")
+
+_VERSION = 1
+_BATCH_CHARACTERS = 4_000_000
+_BATCH_DOCUMENTS = 4096
+_PROGRESS_S = 10.0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All documents of a source as ids, each followed by the end-of-document id.
+
+    Args:
+        key: name of its folder; depends on the documents and the tokenizer only.
+        tokens: memory map, uint16 or uint32 [num_tokens].
+        bounds: int64 [num_documents + 1]; document i is ``tokens[bounds[i]:bounds[i+1]]``.
+        max_id, max_id_document: the largest id and the first document that has it.
+    """
+
+    key: str
+    tokens: np.ndarray
+    bounds: np.ndarray
+    max_id: int
+    max_id_document: str
+
+
+def open_corpus(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Corpus:
+    """The tokenised source, made now if the cache does not have it; safe for any number of processes at once.
+
+    Raises:
+        DataError: a document cannot be read, the source is empty, or the cache cannot be written or is damaged.
+    """
+    key = json.dumps([_VERSION, source.fingerprint, tokenizer.fingerprint])
+    key = hashlib.sha256(key.encode()).hexdigest()[:32]
+    folder = build_once(
+        _folder(cache_dir, key), lambda new: _tokenise(source, tokenizer, new), what="the tokenised corpus"
+    )
+    return _load(folder, key)
+
+
+def manifest(cache_dir: Path, key: str) -> dict[str, str] | None:
+    """The files that corpus was made of, None where the cache does not know it (any more)."""
+    try:
+        return json.loads((_folder(cache_dir, key) / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _folder(cache_dir: Path, key: str) -> Path:
+    return cache_dir / "corpora" / key
+
+
+def _load(folder: Path, key: str) -> Corpus:
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        dtype = np.dtype(meta["dtype"])
+        size = (folder / "tokens.bin").stat().st_size
+        if size != meta["num_tokens"] * dtype.itemsize:
+            raise ValueError(f"tokens.bin has {size} bytes, not {meta['num_tokens'] * dtype.itemsize}")
+        tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
+        bounds = np.load(folder / "bounds.npy", mmap_mode="r")
+        if len(bounds) != meta["num_documents"] + 1 or bounds[-1] != len(tokens):
+            raise ValueError("bounds.npy does not fit tokens.bin")
+        return Corpus(key, tokens, bounds, meta["max_id"], meta["max_id_document"])
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"the tokenised corpus in {folder} is damaged: {error}", key="data.cache_dir", hint=f"remove {folder}"
+        ) from error
+
+
+def _tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+    """Fill a folder with tokens.bin, bounds.npy, meta.json and manifest.json."""
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size < 65536 else np.uint32)
+    bounds, max_id, max_id_document = [0], -1, ""
+    progress = _Progress(source)
+    with (folder / "tokens.bin").open("wb") as file:
+        for batch in _batches(source.documents()):
+            encoded = tokenizer.encode_batch([document.text for document in batch])
+            for document, ids in zip(batch, encoded, strict=True):
+                ids = np.array([*ids, tokenizer.eos_id], dtype=np.int64)
+                check_ids(ids, tokenizer.vocab_size, f"{document.name} (tokenizer's own size)")
+                if ids.max() > max_id:
+                    max_id, max_id_document = int(ids.max()), document.name
+                file.write(ids.astype(dtype).tobytes())
+                bounds.append(bounds[-1] + len(ids))
+            progress.add(batch, bounds[-1])
+    if len(bounds) == 1:
+        raise DataError(f"{source.what}: no document has any text", key="data")
+    np.save(folder / "bounds.npy", np.array(bounds, dtype=np.int64))
+    meta = {
+        "dtype": dtype.name,
+        "num_tokens": bounds[-1],
+        "num_documents": len(bounds) - 1,
+        "max_id": max_id,
+        "max_id_document": max_id_document,
+        "source": source.identity,
+        "tokenizer": tokenizer.fingerprint,
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
+    (folder / "manifest.json").write_text(json.dumps(source.manifest, indent=2), encoding="utf-8")
+    progress.done(bounds)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Consecutive documents, about four million characters at a time."""
+    for first in documents:
+        batch, size = [first], len(first.text)
+        for document in itertools.islice(documents, _BATCH_DOCUMENTS - 1):
+            batch.append(document)
+            size += len(document.text)
+            if size >= _BATCH_CHARACTERS:
+                break
+        yield batch
+
+
+class _Progress:
+    """A log line every ten seconds, and one at the end."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._start, self._characters = source, time.monotonic(), 0
+        self._said = self._start
+
+    def add(self, batch: list[Document], num_tokens: int) -> None:
+        self._characters += sum(len(document.text) for document in batch)
+        now = time.monotonic()
+        if now - self._said >= _PROGRESS_S:
+            self._said = now
+            total = f" of about {self._source.total_bytes / 1e6:.0f}" if self._source.total_bytes else ""
+            rate = self._characters / 1e6 / (now - self._start)
+            log.info(
+                "tokenising %s: %.0f%s MB, %.1f M tokens, %.1f MB/s",
+                self._source.what, self._characters / 1e6, total, num_tokens / 1e6, rate,
+            )  # fmt: skip
+
+    def done(self, bounds: list[int]) -> None:
+        log.info(
+            "tokenised %s in %.1f s: %d documents, %d tokens",
+            self._source.what, time.monotonic() - self._start, len(bounds) - 1, bounds[-1],
+        )  # fmt: skip

@@ -1,0 +1,186 @@
+"""Documents in files: plain text, JSON lines, Parquet, and the Python standard library."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import logging
+import os
+import sysconfig
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanyaml.errors import DataError
+
+log = logging.getLogger("titanyaml.data")
+
+FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")
+_NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+
+
+class Document(NamedTuple):
+    """A text and the name that errors call it by (file, file:line, or file row N)."""
+
+    name: str
+    text: str
+
+
+def find(patterns: Sequence[str]) -> list[Path]:
+    """Files behind files, folders and globs: sorted within a pattern, patterns in the order given, none twice.
+
+    A folder gives its .txt, .md, .jsonl, .jsonl.gz and .parquet files at any depth; what else lies there is counted
+    in a log line. A glob or a file is taken as named: an unknown suffix is text.
+
+    Raises:
+        DataError: nothing is given, or a pattern matches no file.
+    """
+    if not patterns:
+        raise DataError("no files are given", key="data.paths", hint="data.paths=[corpus.txt,more/,'logs/*.jsonl']")
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            files = _folder(path)
+        else:
+            files = [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+        files = sorted(file for file in files if file.is_file())
+        if not files:
+            raise DataError(f"{pattern} matches no file (in {Path.cwd()})", key="data.paths", hint="an existing path")
+        found.update(dict.fromkeys(files))
+    return list(found)
+
+
+def _folder(path: Path) -> list[Path]:
+    files = [file for file in path.rglob("*") if file.is_file()]
+    taken = [file for file in files if file.name.endswith(FOLDER_SUFFIXES)]
+    left = Counter(file.suffix or "no suffix" for file in files if not file.name.endswith(FOLDER_SUFFIXES))
+    if left:
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in left.most_common(5))
+        log.info("%s: %d other files are not read (%s); a glob would name them", path, sum(left.values()), kinds)
+    return taken
+
+
+def read(path: Path, *, text_field: str) -> Iterator[Document]:
+    """Documents of one file: each JSON line, each Parquet row, else the whole file.
+
+    Raises:
+        DataError: unreadable, not UTF-8, not JSON or Parquet, or a record without a text in ``text_field``.
+    """
+    try:
+        if path.name.endswith((".jsonl", ".jsonl.gz")):
+            yield from _json_lines(path, text_field)
+        elif path.suffix == ".parquet":
+            yield from _parquet(path, text_field)
+        else:
+            yield Document(str(path), _decode(path.read_bytes(), str(path)))
+    except (OSError, EOFError) as error:  # EOFError: a gzip file that ends early
+        raise DataError(f"cannot read {path}: {error}", key="data.paths") from error
+
+
+def text_of(record: Any, field: str, name: str) -> str:
+    """The text of a record.
+
+    Raises:
+        DataError: no such field, or it holds something that is not Unicode text.
+    """
+    if not isinstance(record, dict) or field not in record:
+        there = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}, no record"
+        raise DataError(f"{name}: no field {field!r}; there is: {there}", key="data.text_field", hint="one of these")
+    text = record[field]
+    if not isinstance(text, str):
+        raise DataError(f"{name}: field {field!r} is {type(text).__name__}, not text", key="data.text_field")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{name}: a lone surrogate is not text ({error})", key="data") from error
+    return text
+
+
+def _json_lines(path: Path, field: str) -> Iterator[Document]:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            name = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(_decode(line, name))
+            except ValueError as error:
+                raise DataError(f"{name}: not JSON: {error}", key="data.paths") from error
+            yield Document(name, text_of(record, field, name))
+
+
+def _parquet(path: Path, field: str) -> Iterator[Document]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                text_of(dict.fromkeys(names), field, str(path))
+            row = 0
+            for batch in file.iter_batches(batch_size=256, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    name = f"{path} row {row}"
+                    yield Document(name, text_of({field: text}, field, name))
+                    row += 1
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}", key="data.paths") from error
+
+
+def _decode(content: bytes, name: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: not UTF-8 text: {error}", key="data.paths") from error
+
+
+def stdlib_root() -> Path:
+    """Folder of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def stdlib_files() -> list[Path]:
+    """The .py files of the standard library with its tests, without installed packages, ordered by a hash of the path.
+
+    By a hash, because the first files are then like all others: a vocabulary trained on them fits, and so does
+    ``data.max_files``.
+
+    Raises:
+        DataError: this Python has no sources.
+    """
+    root = stdlib_root()
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_STDLIB]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not files:
+        raise DataError(f"no .py files below {root}", key="data.kind", hint="data=files data.paths=[...]")
+    return sorted(files, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
+
+
+def read_stdlib(files: Sequence[Path]) -> Iterator[Document]:
+    """The sources, each in the encoding it declares (PEP 263), line ends kept.
+
+    The test-suite holds files that are broken on purpose; what cannot be decoded is skipped, and a log line names it.
+    """
+    broken = []
+    for file in files:
+        try:
+            content = file.read_bytes()
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+            text = content.decode(encoding)
+        except OSError as error:
+            raise DataError(f"cannot read {file}: {error}", key="data.kind") from error
+        except (SyntaxError, UnicodeDecodeError, LookupError):
+            broken.append(file.name)
+            continue
+        yield Document(str(file), text)
+    if broken:
+        log.info("skipped %d files that do not decode: %s", len(broken), ", ".join(broken[:8]))

@@ -1,0 +1,249 @@
+"""Samples to the batches of one rank, in an order that no mesh, thread or restart changes."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from titanyaml.data.order import Permutation
+from titanyaml.data.packing import IGNORED, Sample, TokenData
+from titanyaml.data.prefetch import Ahead
+from titanyaml.data.stream import Cursor, StreamData
+from titanyaml.errors import ConfigError, DataError
+
+log = logging.getLogger("titanyaml.data")
+
+Rows = list[tuple[int, Sample]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward of one data rank: int64 CPU tensors.
+
+    ``tokens_BS``, ``labels_BS`` (the next token, -100 where ignored), ``documents_BS`` (document within the row, from
+    0) and ``sample_ids`` [B] (index in the dataset; in a stream the count of samples before it; -1: padding).
+    """
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    documents_BS: torch.Tensor
+    sample_ids: torch.Tensor
+
+
+def accumulation(*, global_batch: int, local_batch: int, data_degree: int) -> int:
+    """Forwards per step.
+
+    Raises:
+        ConfigError: the global batch is no multiple of what the ranks read at once.
+    """
+    at_once = local_batch * data_degree
+    if global_batch % at_once:
+        raise ConfigError(
+            f"{global_batch} is no multiple of local_batch * data ranks = {local_batch} * {data_degree}",
+            key="train.global_batch",
+            hint=f"train.global_batch={-(-global_batch // at_once) * at_once}",
+        )
+    return global_batch // at_once
+
+
+class Batches:
+    """Endless iterator of steps; each is a list of ``Batch``, one per forward.
+
+    Global sample g is ``permutation(seed, epoch = g // N)[g % N]``, or ``g % N`` without ``shuffle``; forward a, data
+    rank r, row j of the step that starts at position p takes ``g = p + (a * data_degree + r) * local_batch + j``. A
+    stream is read whole by every rank, which keeps its rows. Use it as a context manager, or call ``close``.
+
+    Args:
+        dataset: from ``data.build``.
+        position: global samples consumed before the first step.
+        prefetch: steps prepared ahead by a thread; 0: none. Its errors are raised by ``next``.
+        state: what ``state()`` returned; replaces ``position``. Needed to resume a stream without reading it again.
+
+    Attributes:
+        position: global samples consumed by the steps handed out.
+
+    Raises:
+        ConfigError: batch sizes do not fit. DataError: the data is not that of ``state``; or, while iterating,
+        reading fails or a token id does not fit the model.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenData,
+        *,
+        seed: int,
+        global_batch: int,
+        local_batch: int,
+        data_rank: int,
+        data_degree: int,
+        position: int = 0,
+        prefetch: int = 2,
+        shuffle: bool = True,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        accumulation(global_batch=global_batch, local_batch=local_batch, data_degree=data_degree)
+        self._dataset, self._global_batch = dataset, global_batch
+        self._order = {"seed": seed, "shuffle": shuffle}
+        self._cursor: Cursor | None = None
+        self.position = position
+        if state is not None:
+            _check_state(state, dataset, self._order)
+            self.position = state["position"]
+            self._cursor = Cursor(*state["cursor"]) if state["cursor"] else None
+        mine = _offsets(global_batch, local_batch, data_rank, data_degree)
+        if isinstance(dataset, StreamData):
+            steps = _stream_steps(dataset, self._cursor, self.position, global_batch, mine)
+        else:
+            if len(dataset) < global_batch and data_rank == 0:
+                log.info("an epoch has %d samples, fewer than a step's %d: steps repeat it", len(dataset), global_batch)
+            steps = _indexed_steps(dataset, self._order, self.position, global_batch, mine)
+        batches = ((_collate(rows, local_batch), cursor) for rows, cursor in steps)
+        self._steps: Iterator = Ahead(batches, prefetch) if prefetch else batches
+        self._close = weakref.finalize(self, self._steps.close)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        step, cursor = next(self._steps)
+        self.position += self._global_batch
+        self._cursor = cursor
+        return step
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that the steps handed out have completed."""
+        if isinstance(self._dataset, StreamData):
+            return self._cursor.epoch if self._cursor else 0
+        return self.position // len(self._dataset)
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: where to go on, and of which data this is the position. The same on every rank."""
+        return {
+            "position": self.position,
+            "cursor": list(self._cursor) if self._cursor else None,
+            "fingerprint": self._dataset.fingerprint,
+            "identity": self._dataset.identity,
+            **self._order,
+        }
+
+    def close(self) -> None:
+        """Stop the thread; steps it had prepared are forgotten."""
+        self._close()
+
+
+def validation_batches(
+    dataset: TokenData,
+    *,
+    global_batch: int,
+    local_batch: int,
+    data_rank: int,
+    data_degree: int,
+    batches: int,
+) -> Iterator[list[Batch]]:
+    """Steps over the first samples of a dataset, each sample once, the same samples for every mesh.
+
+    At most ``batches * global_batch`` samples and at most one epoch. Where the samples run out, rows are padded with
+    ignored labels and id -1: all ranks make the same number of forwards.
+
+    Raises:
+        ConfigError, DataError: as ``Batches``.
+    """
+    accumulation(global_batch=global_batch, local_batch=local_batch, data_degree=data_degree)
+    wanted = batches * global_batch
+    samples: Sequence[Sample] = dataset.first(wanted) if isinstance(dataset, StreamData) else dataset
+    count = min(wanted, len(samples))
+    mine = _offsets(global_batch, local_batch, data_rank, data_degree)
+    at_once = local_batch * data_degree
+    for start in range(0, count, global_batch):
+        forwards = -(-min(global_batch, count - start) // at_once)
+        indices = [start + offset for offset in mine[: forwards * local_batch]]
+        rows = [(i, samples[i]) if i < count else (-1, _padding(dataset.seq_len)) for i in indices]
+        yield _collate(rows, local_batch)
+
+
+def _offsets(global_batch: int, local_batch: int, data_rank: int, data_degree: int) -> list[int]:
+    """Rows of a step that one data rank takes, in the order it takes them."""
+    assert 0 <= data_rank < data_degree
+    starts = range(data_rank * local_batch, global_batch, local_batch * data_degree)
+    return [start + row for start in starts for row in range(local_batch)]
+
+
+def _indexed_steps(
+    dataset: Any, order: dict[str, Any], position: int, global_batch: int, mine: list[int]
+) -> Iterator[tuple[Rows, None]]:
+    size, known_epoch, permutation = len(dataset), -1, None
+    while True:
+        rows = []
+        for offset in mine:
+            epoch, index = divmod(position + offset, size)
+            if order["shuffle"]:
+                if epoch != known_epoch:
+                    known_epoch, permutation = epoch, Permutation(size, seed=order["seed"], epoch=epoch)
+                index = permutation[index]
+            rows.append((index, dataset[index]))
+        position += global_batch
+        yield rows, None
+
+
+def _stream_steps(
+    dataset: StreamData, cursor: Cursor | None, position: int, global_batch: int, mine: list[int]
+) -> Iterator[tuple[Rows, Cursor]]:
+    samples = dataset.samples(cursor or Cursor())
+    if position and cursor is None:
+        log.warning("reading %d samples of the stream again: no cursor was saved with the position", position)
+        for _ in range(position):
+            next(samples)
+    wanted = set(mine)
+    while True:
+        rows = []
+        for offset in range(global_batch):
+            sample, cursor = next(samples)
+            if offset in wanted:
+                rows.append((position + offset, sample))
+        position += global_batch
+        yield rows, cursor
+
+
+def _collate(rows: Rows, local_batch: int) -> list[Batch]:
+    """Rows in their order, ``local_batch`` at a time."""
+    batches = []
+    for start in range(0, len(rows), local_batch):
+        ids, samples = zip(*rows[start : start + local_batch], strict=True)
+        tokens, labels, documents = (torch.from_numpy(np.stack(part)) for part in zip(*samples, strict=True))
+        batches.append(Batch(tokens, labels, documents, torch.tensor(ids, dtype=torch.int64)))
+    return batches
+
+
+def _padding(seq_len: int) -> Sample:
+    zeros = np.zeros(seq_len, dtype=np.int64)
+    return Sample(zeros, np.full(seq_len, IGNORED, dtype=np.int64), zeros)
+
+
+def _check_state(state: dict[str, Any], dataset: TokenData, order: dict[str, Any]) -> None:
+    """A position means something only for the same samples in the same order."""
+    old = state["identity"] | {name: state[name] for name in order}
+    new = dataset.identity | order
+    if state["fingerprint"] == dataset.fingerprint and old == new:
+        return
+    changed = [f"{k}: {old.get(k)} then, {new.get(k)} now" for k in sorted(old | new) if old.get(k) != new.get(k)]
+    explain = getattr(dataset, "explain", lambda identity: [])
+    files = explain(state["identity"])
+    shown = [*changed, *files[:10], *([f"... {len(files) - 10} more files"] if len(files) > 10 else [])]
+    raise DataError(
+        "the data is not what the checkpoint was trained on:\n    " + "\n    ".join(shown),
+        key="data",
+        hint="the old data and settings, or a new run (run.id) that starts from step 0",
+    )

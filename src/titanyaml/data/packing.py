@@ -1,0 +1,92 @@
+"""Documents to windows of equal length: concatenated, then cut; nothing is dropped and nothing repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from titanyaml.errors import DataError
+
+IGNORED = -100
+
+
+class Sample(NamedTuple):
+    """One training sequence; all int64 [S].
+
+    ``labels`` is the token that follows, -100 where there is none. ``documents`` counts the documents of the window
+    from 0; padding is a document of its own.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    documents: np.ndarray
+
+
+class TokenData(Protocol):
+    """What ``data.build`` gives.
+
+    Attributes:
+        seq_len: S. vocab_size: of the model; every id is below it.
+        identity: JSON-able; equal identities mean equal samples in equal order.
+    """
+
+    seq_len: int
+    vocab_size: int
+    identity: dict
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def fingerprint(identity: dict) -> str:
+    """Hash of a JSON-able identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def num_windows(num_tokens: int, seq_len: int) -> int:
+    """Windows that make each of ``num_tokens`` tokens but the first a label exactly once."""
+    return -(-max(num_tokens - 1, 0) // seq_len)
+
+
+def pack(pieces: Sequence[np.ndarray], *, seq_len: int, pad_id: int) -> Sample:
+    """A sample of the at most S+1 tokens in ``pieces``, each piece of another document.
+
+    Fewer tokens are padded with ``pad_id`` under ignored labels.
+    """
+    size = sum(map(len, pieces))
+    assert 2 <= size <= seq_len + 1
+    stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
+    documents = np.full(seq_len + 1, len(pieces), dtype=np.int64)
+    end = 0
+    for number, piece in enumerate(pieces):
+        stream[end : end + len(piece)] = piece
+        documents[end : end + len(piece)] = number
+        end += len(piece)
+    labels = stream[1:].copy()
+    labels[size - 1 :] = IGNORED
+    # the last of fewer tokens has no label: it is seen, but nothing follows
+    return Sample(stream[:-1].copy(), labels, documents[:-1].copy())
+
+
+def check_ids(ids: np.ndarray, vocab_size: int, where: str) -> None:
+    """Refuse ids that the model has no row for: on a GPU they abort, sharded they give finite garbage.
+
+    Raises:
+        DataError: naming the document, the id and the size of the vocabulary.
+    """
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise vocabulary_error(int(bad), vocab_size, where)
+
+
+def vocabulary_error(token_id: int, vocab_size: int, where: str) -> DataError:
+    """The error of a token id outside the model's vocabulary."""
+    return DataError(
+        f"{where}: token id {token_id} is outside the model's vocabulary of {vocab_size}",
+        key="model.vocab_size",
+        hint=f"model.vocab_size={token_id + 1} or more, or the tokenizer the model was made for",
+    )

@@ -1,0 +1,74 @@
+"""An iterator that runs ahead in a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class _End:
+    """The last thing in the queue: the iterator is exhausted, or failed."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+
+class Ahead(Generic[T]):
+    """Items of an iterator, at most ``depth`` of them prepared by a thread before they are asked for.
+
+    An error of the iterator is raised where its item would have come, and again by every later ``next``.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        assert depth > 0
+        self._queue: queue.Queue = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._end: _End | None = None
+        # no reference to self: a forgotten object can then be collected, and its thread stops
+        arguments = (items, self._queue, self._stop)
+        self._thread = threading.Thread(target=_produce, args=arguments, name="titanyaml-data", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Ahead[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._end is None:
+            if self._stop.is_set():
+                raise StopIteration
+            item = self._queue.get()
+            if not isinstance(item, _End):
+                return item
+            self._end = item
+        if self._end.error is None:
+            raise StopIteration
+        raise self._end.error
+
+    def close(self) -> None:
+        """Stop the thread and wait for it; a read that hangs is left behind after five seconds."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+
+def _produce(items: Iterator[T], out: queue.Queue, stop: threading.Event) -> None:
+    try:
+        for item in items:
+            if not _put(out, item, stop):
+                return
+        _put(out, _End(), stop)
+    except BaseException as error:  # the consumer raises it
+        _put(out, _End(error), stop)
+
+
+def _put(out: queue.Queue, item: object, stop: threading.Event) -> bool:
+    while not stop.is_set():
+        try:
+            out.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False

@@ -1,0 +1,171 @@
+"""From the configuration to documents: what they are, who they are (a fingerprint), and which are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titanyaml.config import schema
+from titanyaml.data import files, hub
+from titanyaml.data.files import Document
+from titanyaml.data.hashing import content_hashes
+from titanyaml.data.order import empty_split, holdout_hash, holdout_limit
+from titanyaml.errors import ConfigError
+
+log = logging.getLogger("titanyaml.data")
+
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class Source:
+    """All documents of a corpus, before anything is held out.
+
+    Args:
+        what: its name in messages.
+        identity: JSON-able; equal identities mean equal documents in equal order.
+        read: gives the documents from the start.
+        manifest: file name to "size sha256", for the difference between two corpora.
+        fraction: share of documents held out for validation; None: the source is one split by itself.
+    """
+
+    what: str
+    identity: dict
+    read: Callable[[], Iterator[Document]]
+    manifest: dict[str, str] = field(default_factory=dict)
+    fraction: float | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of identity and manifest."""
+        content = json.dumps([self.identity, self.manifest], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the files (0: unknown)."""
+        return sum(int(entry.split()[0]) for entry in self.manifest.values())
+
+    def documents(self) -> Iterator[Document]:
+        """Documents that have text; how many had none is logged at the end."""
+        empty = 0
+        for document in self.read():
+            if document.text:
+                yield document
+            else:
+                empty += 1
+        if empty:
+            log.info("%s: %d empty documents left out", self.what, empty)
+
+
+def open_source(spec: schema.Data, split: str) -> Source:
+    """The source that a split is read from.
+
+    Raises:
+        ConfigError: a key is missing or has no meaning for this kind. DataError: files are missing or unreadable.
+    """
+    assert split in SPLITS
+    if spec.kind == "stdlib":
+        paths = files.stdlib_files()[: spec.max_files]
+        return _file_source("the standard library", spec, paths, {"kind": "stdlib"}, lambda: files.read_stdlib(paths))
+    if spec.kind == "files":
+        paths = files.find(spec.paths)[: spec.max_files]
+        identity = {"kind": "files", "text_field": spec.text_field}
+        return _file_source(
+            f"{len(paths)} file(s)", spec, paths, identity,
+            lambda: (document for path in paths for document in files.read(path, text_field=spec.text_field)),
+        )  # fmt: skip
+    if spec.kind == "hf":
+        return _hub_source(spec, split)
+    raise ConfigError(
+        f"data.kind={spec.kind} holds no text", key="data.kind", hint="data=stdlib, or tokenizer=bytes which needs none"
+    )
+
+
+def _file_source(
+    what: str, spec: schema.Data, paths: list[Path], identity: dict, read: Callable[[], Iterator[Document]]
+) -> Source:
+    manifest = content_hashes(paths, cache_dir=Path(spec.cache_dir))
+    # the manifest is written with sorted keys, and the order of documents is part of what they are
+    order = hashlib.sha256("\0".join(manifest).encode()).hexdigest()[:16]
+    return Source(what, identity | {"order": order}, read, manifest, spec.validation_fraction)
+
+
+def _hub_source(spec: schema.Data, split: str) -> Source:
+    if not spec.dataset:
+        raise ConfigError("no dataset is named", key="data.dataset", hint="data.dataset=allenai/c4 or a local folder")
+    own_split = split == "validation" and spec.validation_split is not None
+    name = spec.validation_split if own_split else spec.split
+    folder = hub.local_folder(spec.dataset)
+    identity = {
+        "kind": "hf",
+        "dataset": "" if folder else spec.dataset,
+        "subset": spec.subset,
+        "split": name,
+        "revision": spec.revision,
+        "text_field": spec.text_field,
+    }
+    manifest = {}
+    if folder and not spec.streaming:
+        manifest = content_hashes(hub.folder_files(folder), cache_dir=Path(spec.cache_dir))
+    elif folder:
+        identity["dataset"] = str(folder)
+    elif spec.revision is None:
+        log.info("data.revision is null: a change of %s on the hub will not be noticed", spec.dataset)
+    fraction = None if spec.validation_split is not None else spec.validation_fraction
+    return Source(f"{spec.dataset}[{name}]", identity, lambda: hub.rows(spec, name), manifest, fraction)
+
+
+def documents(spec: schema.Data, split: str) -> Iterator[str]:
+    """Texts of one split ("train" or "validation"), for training a vocabulary. No document is in both.
+
+    Raises:
+        ConfigError, DataError: as ``open_source``; DataError also where the split is empty.
+    """
+    source = open_source(spec, split)
+    if source.fraction is None:
+        yield from (document.text for document in source.documents())
+        return
+    given = False
+    for text in _split_texts(source, split):
+        given = True
+        yield text
+    if not given:
+        raise empty_split(source.what, source.fraction, split)
+
+
+def _split_texts(source: Source, split: str) -> Iterator[str]:
+    """The same choice as ``order.split_documents`` without knowing how many documents come.
+
+    While none is held out, the one with the smallest hash so far may turn out to be: it is kept back.
+    """
+    limit = holdout_limit(source.fraction)
+    smallest, kept_back = 1 << 64, ""
+    for index, document in enumerate(source.documents()):
+        value, text = holdout_hash(index), document.text
+        if value < limit:
+            if split == "validation":
+                yield text
+            elif smallest >= limit and kept_back:
+                yield kept_back
+            smallest = 0
+        elif value < smallest and limit > 0:
+            if kept_back and split == "train":
+                yield kept_back
+            smallest, kept_back = value, text
+        elif split == "train":
+            yield text
+    if split == "validation" and smallest >= limit and kept_back:
+        yield kept_back
+
+
+def difference(old: dict[str, str], new: dict[str, str]) -> list[str]:
+    """What changed between two manifests, a line a file."""
+    lines = [f"removed {name}" for name in old if name not in new]
+    lines += [f"added {name}" for name in new if name not in old]
+    lines += [f"changed {name}" for name in new if name in old and old[name] != new[name]]
+    return lines

@@ -1,0 +1,95 @@
+"""One split of a tokenised corpus as windows of equal length, each found in constant time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from titanyaml.data import packing
+from titanyaml.data.corpus import Corpus, manifest
+from titanyaml.data.order import split_documents
+from titanyaml.data.packing import Sample
+from titanyaml.data.sources import Source, difference
+
+
+class PackedData:
+    """Windows of S tokens over the concatenated documents of a split; window i starts at token i*S.
+
+    Every token but the first is a label exactly once an epoch; the last window is padded. Attributes as in
+    ``packing.TokenData``, and ``num_tokens``: real tokens of an epoch.
+
+    Raises:
+        DataError: the split is empty, or an id does not fit the model.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        source: Source,
+        *,
+        split: str,
+        seq_len: int,
+        vocab_size: int,
+        pad_id: int,
+        cache_dir: Path,
+    ) -> None:
+        if corpus.max_id >= vocab_size:
+            raise packing.vocabulary_error(corpus.max_id, vocab_size, corpus.max_id_document)
+        self.seq_len, self.vocab_size = seq_len, vocab_size
+        self._tokens, self._pad_id, self._cache_dir = corpus.tokens, pad_id, cache_dir
+        self._what = source.what
+        num_documents = len(corpus.bounds) - 1
+        if source.fraction is None:
+            self._indices = np.arange(num_documents)
+        else:
+            self._indices = split_documents(num_documents, source.fraction, split)
+        self._starts = np.asarray(corpus.bounds)[self._indices]
+        self._ends = np.cumsum(np.asarray(corpus.bounds)[self._indices + 1] - self._starts)
+        self.num_tokens = int(self._ends[-1])
+        assert self.num_tokens > 1  # a document is at least one token and its end
+        self.identity = {
+            "corpus": corpus.key,
+            "split": split,
+            "validation_fraction": source.fraction,
+            "seq_len": seq_len,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the identity."""
+        return packing.fingerprint(self.identity)
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        return packing.num_windows(self.num_tokens, self.seq_len)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Window ``index``.
+
+        Raises:
+            DataError: an id does not fit the model (a damaged token file; the rest is refused at the start).
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self.seq_len
+        end = min(start + self.seq_len + 1, self.num_tokens)
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._ends, end, side="left"))
+        pieces = [self._piece(document, start, end) for document in range(first, last + 1)]
+        sample = packing.pack(pieces, seq_len=self.seq_len, pad_id=self._pad_id)
+        where = f"{self._what}, documents {self._indices[first]} to {self._indices[last]}"
+        packing.check_ids(sample.tokens, self.vocab_size, where)
+        return sample
+
+    def explain(self, old: dict) -> list[str]:
+        """What differs between the files of this corpus and those of another identity, as far as the cache knows."""
+        before = manifest(self._cache_dir, old.get("corpus", ""))
+        after = manifest(self._cache_dir, self.identity["corpus"])
+        return difference(before, after) if before and after else []
+
+    def _piece(self, document: int, start: int, end: int) -> np.ndarray:
+        """The part of a document (counted within the split) between two tokens of the split."""
+        begin = int(self._ends[document - 1]) if document else 0
+        shift = int(self._starts[document]) - begin
+        return self._tokens[max(start, begin) + shift : min(end, int(self._ends[document])) + shift]

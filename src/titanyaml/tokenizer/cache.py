@@ -1,0 +1,83 @@
+"""Folders that are expensive to make: built by one process, seen by others only when complete."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from titanyaml.errors import DataError
+
+log = logging.getLogger("titanyaml.cache")
+
+
+def build_once(path: Path, build: Callable[[Path], None], *, what: str) -> Path:
+    """``path`` if it exists; else the folder that ``build`` fills, which appears at ``path`` by one rename.
+
+    Any number of processes may call this at once: one builds, the others wait for it and use its result. A builder
+    that dies releases its lock with its last breath; the next one removes what it left and starts over.
+
+    Args:
+        build: is given an empty folder beside ``path``.
+        what: its name in log lines and errors.
+
+    Raises:
+        DataError: the folder cannot be written or locked.
+    """
+    if path.is_dir():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(path.name + ".lock"), what):
+            if path.is_dir():
+                return path
+            for leftover in path.parent.glob(f".{path.name}.tmp-*"):
+                shutil.rmtree(leftover)
+            temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+            temporary.mkdir()
+            try:
+                build(temporary)
+                _sync(temporary)
+                temporary.rename(path)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            _sync_one(path.parent)
+    except OSError as error:
+        raise DataError(
+            f"cannot write {what} to {path}: {error}", key="data.cache_dir", hint="data.cache_dir=/a/writable/folder"
+        ) from error
+    return path
+
+
+@contextlib.contextmanager
+def _locked(path: Path, what: str) -> Iterator[None]:
+    """Exclusive lock between processes and hosts that share the file system; the kernel drops it when we die."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another process that builds %s", what)
+            start = time.monotonic()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            log.info("waited %.1f s for %s", time.monotonic() - start, what)
+        yield  # closing the file unlocks it; the empty file stays, removing it would race with a waiter
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.iterdir():
+        _sync_one(file)
+    _sync_one(folder)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
