@@ -127,7 +127,7 @@ class Data:
         0.02, "share of documents held out for validation, chosen by a hash of their index", low=0, below=1,
         when=("kind", ["stdlib", "files", "hf"]),
     )
-    shuffle: bool = key(True, "permute the samples anew in every epoch (ignored order for streams is refused)")
+    shuffle: bool = key(True, "permute the samples anew in every epoch; a stream has its own order and needs false")
     prefetch: int = key(2, "batches prepared ahead by the loader's thread; 0: none", low=0)
     cache_dir: str = key("${oc.env:TITANYAML_CACHE,.cache/titanyaml}", "folder of tokenised corpora and tokenizers")
 
