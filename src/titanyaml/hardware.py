@@ -1,0 +1,68 @@
+"""The device below: its name among ``conf/hardware/``, its peak, its memory in use."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import resources
+
+import torch
+from omegaconf import OmegaConf
+
+from titanyaml.config import schema
+
+GIB = 2**30
+
+#: Name of an option of conf/hardware by what the driver calls the device. The peaks stand in the YAML files alone.
+#: PCIe and NVL cards of the same chip have other peaks and are not matched.
+_DEVICES = {
+    "h100_sxm": r"H100 80GB HBM3|H100 SXM",
+    "h200": r"H200(?! NVL)",
+    "a100_80gb": r"A100[- ](SXM4-)?80GB",
+    "b200": r"B200",
+}
+
+
+def detect(device: torch.device | str) -> str | None:
+    """The option of ``conf/hardware/`` that describes the device, None where none is known to."""
+    device = torch.device(device)
+    return _option_for(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
+
+
+def _option_for(name: str) -> str | None:
+    """``_DEVICES`` searched for a driver's name such as "NVIDIA H100 80GB HBM3", whole words only."""
+    return next((option for option, pattern in _DEVICES.items() if re.search(rf"\b({pattern})(?!\w)", name)), None)
+
+
+def peak_tflops(spec: schema.Hardware, device: torch.device | str) -> float | None:
+    """Dense bf16 peak (TFLOP/s): as configured, else of the recognised device under ``hardware=auto``, else None."""
+    if spec.peak_bf16_tflops is not None or spec.name != "auto":
+        return spec.peak_bf16_tflops
+    option = detect(device)
+    path = resources.files("titanyaml.conf") / "hardware" / f"{option}.yaml"
+    if option is None or not path.is_file():
+        return None
+    return OmegaConf.create(path.read_text()).get("peak_bf16_tflops")
+
+
+def memory_stats(device: torch.device | str) -> dict[str, float]:
+    """Peaks since the process started (GiB).
+
+    ``reserved_gib`` and ``active_gib`` of the caching allocator on a GPU; on a CPU ``reserved_gib`` is the largest
+    resident set of the process, and there is no ``active_gib``.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return {f"{kind}_gib": stats[f"{kind}_bytes.all.peak"] / GIB for kind in ("reserved", "active")}
+    import resource  # absent on Windows, where torch has no distributed training either
+
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
+    return {"reserved_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until the device has done all that was asked of it; a CPU has."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,215 @@
+"""AdamW over full-precision weights, whatever dtype the model computes in.
+
+The update is element-wise, so it runs on the local shards of DTensors: no mixture of meshes, placements and plain
+tensors ever meets in one multi-tensor call. The state is kept as DTensors like the weights, for checkpoints.
+
+Where a parameter is stored in bfloat16, its *master* (a float32 copy) is what is optimized; each microbatch's gradient
+is added to a float32 sum as soon as autograd has it, and the bfloat16 one is freed. Adding 16 microbatches in bfloat16
+instead would lose about 3 of 8 bits of the gradient, and an update below 1/256 of a weight would be lost altogether.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from titanyaml.config import schema
+from titanyaml.dist import compat
+from titanyaml.errors import TitanError
+from titanyaml.optim.groups import Group, make_groups
+
+
+class Optimizer(Protocol):
+    """What the loop asks of an optimizer."""
+
+    names: tuple[str, ...]
+
+    def grads(self) -> list[Tensor]:
+        """Full-precision gradients after all microbatches, in the order of ``names``; what is clipped is these."""
+        ...
+
+    def step(self, lr: float) -> None:
+        """One update with the gradients that ``grads`` returns."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forget the gradients and free their memory."""
+        ...
+
+    def master(self, name: str) -> Tensor:
+        """The full-precision weight, sharing memory with what is optimized."""
+        ...
+
+    def publish(self) -> None:
+        """Round the masters into the model's parameters; due after masters were loaded from a checkpoint."""
+        ...
+
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Live state by parameter name; loading into these tensors in place restores the optimizer."""
+        ...
+
+
+def build(
+    spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
+    device: torch.device | str,
+) -> AdamW:
+    """The optimizer that ``spec`` names.
+
+    Args:
+        named_params: trainable parameters by name; one that comes under several names (tied) counts once, under the
+            first.
+        masters: full-precision copies by parameter name, of every parameter that is narrower than float32.
+        device: where the parameters are.
+
+    Raises:
+        ConfigError: a pattern of ``spec.groups`` has no effect.
+    """
+    kind = torch.device(device).type
+    implementation = spec.implementation
+    if implementation == "auto":
+        implementation = "fused" if kind == "cuda" else "foreach"
+    return AdamW(spec, named_params, masters=masters, implementation=implementation)
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One parameter. ``weight`` is what is optimized: the master where there is one, else the parameter."""
+
+    parameter: nn.Parameter
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    grad_sum: Tensor | None = None
+
+    @property
+    def has_master(self) -> bool:
+        return self.weight is not self.parameter
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self.grad_sum if self.has_master else self.parameter.grad
+
+    @torch.no_grad()
+    def accumulate(self, parameter: nn.Parameter) -> None:
+        """Hook of autograd: add the fresh gradient to the sum and free it."""
+        if self.grad_sum is None:
+            self.grad_sum = parameter.grad.to(self.weight.dtype)
+        else:
+            self.grad_sum.add_(parameter.grad)
+        parameter.grad = None
+
+
+class AdamW:
+    """Decoupled weight decay (Loshchilov and Hutter, 2019) with torch's fused, foreach or one-by-one kernels."""
+
+    def __init__(
+        self, spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
+        implementation: str,
+    ) -> None:
+        unique = {id(parameter): name for name, parameter in reversed(named_params.items())}
+        params = {name: p for name, p in named_params.items() if unique[id(p)] == name}
+        unknown = set(masters) - set(params)
+        assert not unknown, f"masters of unknown parameters: {sorted(unknown)}"
+        self.beta1, self.beta2, self.eps = spec.beta1, spec.beta2, spec.eps
+        self.implementation = implementation
+        self.names = tuple(params)
+        self.groups: list[Group] = make_groups(spec, params)
+        self._slots = {name: self._slot(name, p, masters.get(name)) for name, p in params.items()}
+
+    def _slot(self, name: str, parameter: nn.Parameter, master: Tensor | None) -> _Slot:
+        """State of one parameter, there before the first step so that a checkpoint can be loaded into it."""
+        assert parameter.requires_grad, f"{name} is frozen"
+        assert master is not None or parameter.dtype.itemsize >= 4, f"{name} is {parameter.dtype} and has no master"
+        weight = parameter if master is None else master.detach()
+        moments = [torch.zeros_like(weight.detach()) for _ in range(2)]
+        # fused kernels count on the device, the others on the host, where reading the count waits for nothing
+        place = _local(moments[0]).device if self.implementation == "fused" else "cpu"
+        slot = _Slot(parameter, weight, *moments, torch.zeros((), dtype=torch.float32, device=place))
+        if slot.has_master:
+            parameter.register_post_accumulate_grad_hook(slot.accumulate)
+        return slot
+
+    def grads(self) -> list[Tensor]:
+        """Gradients in the order of ``names``, each placed like its weight, in the weight's dtype.
+
+        Raises:
+            TitanError: a parameter got none: it would silently stay as it is, decay included.
+        """
+        missing = [name for name, slot in self._slots.items() if slot.grad is None]
+        if missing:
+            raise TitanError(f"no gradient reached {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}")
+        for slot in self._slots.values():
+            if isinstance(slot.grad, DTensor) and slot.grad.placements != slot.weight.placements:
+                self._replace(slot)
+        return [slot.grad for slot in self._slots.values()]
+
+    @staticmethod
+    def _replace(slot: _Slot) -> None:
+        """Move a gradient to where its weight is: autograd may leave it as a pending sum."""
+        placed = slot.grad.redistribute(placements=slot.weight.placements)
+        if slot.has_master:
+            slot.grad_sum = placed
+        else:
+            slot.parameter.grad = placed
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One update; ``lr`` is multiplied by each group's ``lr_scale``."""
+        self.grads()  # complains of missing ones
+        for group in self.groups:
+            self._update([self._slots[name] for name in group.names], lr * group.lr_scale, group.weight_decay)
+        self.publish()
+
+    def _update(self, slots: list[_Slot], lr: float, weight_decay: float) -> None:
+        for slot in slots:
+            if _local(slot.weight).numel() == 0:
+                slot.step += 1  # an empty shard: nothing to update, but all ranks save the same count
+        slots = [slot for slot in slots if _local(slot.weight).numel()]
+        if not slots:
+            return
+        adamw(
+            [_local(slot.weight) for slot in slots],
+            [_local(slot.grad) for slot in slots],
+            [_local(slot.exp_avg) for slot in slots],
+            [_local(slot.exp_avg_sq) for slot in slots],
+            [],
+            [slot.step for slot in slots],
+            foreach=self.implementation == "foreach", fused=self.implementation == "fused",
+            amsgrad=False, maximize=False,
+            beta1=self.beta1, beta2=self.beta2, eps=self.eps, lr=lr, weight_decay=weight_decay,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the gradients and free their memory."""
+        for slot in self._slots.values():
+            slot.parameter.grad = slot.grad_sum = None
+
+    def master(self, name: str) -> Tensor:
+        """The full-precision weight of a parameter, sharing memory with what is optimized."""
+        return self._slots[name].weight.detach()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters (to nearest) into the parameters of the model."""
+        slots = [slot for slot in self._slots.values() if slot.has_master]
+        if slots:
+            compat.foreach_copy_([_local(s.parameter) for s in slots], [_local(s.weight) for s in slots])
+
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """``{name: {exp_avg, exp_avg_sq, step}}``; moments like the weight, ``step`` 0-dim float32 (exact to 2**24)."""
+        return {
+            name: {"exp_avg": slot.exp_avg, "exp_avg_sq": slot.exp_avg_sq, "step": slot.step}
+            for name, slot in self._slots.items()
+        }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The shard on this rank, sharing memory; to be called without grad mode."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
