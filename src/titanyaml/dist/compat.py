@@ -66,3 +66,14 @@ def compile_counts() -> CompileCounts:
     from torch._dynamo.utils import counters  # seconds to import, and only needed where something is compiled
 
     return CompileCounts(counters["stats"]["unique_graphs"], Counter(counters["graph_break"]))
+
+
+def guard_module_hooks() -> None:
+    """Make torch.compile look at the hooks of a module before it reuses a graph.
+
+    By default it does not, and a block that carries a hook is silently run by the graph of one that does not.
+    """
+    import torch._dynamo.config as config
+
+    if hasattr(config, "skip_nnmodule_hook_guards"):
+        config.skip_nnmodule_hook_guards = False
