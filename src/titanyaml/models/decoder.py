@@ -85,10 +85,10 @@ class Decoder(nn.Module):
     def init_buffers(self, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
         """(Re)compute the rotary tables [max_seq_len, head_dim / 2] on ``device``; ``dtype`` float32 or float64."""
         spec = self.spec
-        frequencies_P = rope.inverse_frequencies(head_size(spec), theta=spec.rope_theta, scaling=spec.rope_scaling)
-        self.rope_cos_TP, self.rope_sin_TP = rope.tables(
-            frequencies_P, length=spec.max_seq_len, device=device, dtype=dtype
+        frequencies_P = rope.inverse_frequencies(
+            head_size(spec), theta=spec.rope_theta, scaling=spec.rope_scaling, dtype=dtype
         )
+        self.rope_cos_TP, self.rope_sin_TP = rope.tables(frequencies_P, length=spec.max_seq_len, device=device)
 
     def forward(
         self,

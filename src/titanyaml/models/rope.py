@@ -16,12 +16,15 @@ from titanyaml.errors import ConfigError
 from titanyaml.models.layers import at_least_float32
 
 
-def inverse_frequencies(head_dim: int, *, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians per position of each channel pair, [P] float64 on the CPU.
+def inverse_frequencies(
+    head_dim: int, *, theta: float, scaling: RopeScaling | None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Radians per position of each channel pair, [P] in ``dtype`` on the CPU.
 
-    theta^(-2i/H) (Su et al. 2021, RoFormer). With ``scaling`` (Llama 3.1 model card and reference code): wavelengths
-    above original/low_freq_factor are stretched by ``factor``, those below original/high_freq_factor are kept, and
-    between them the frequency is interpolated linearly in original/wavelength.
+    theta^(-2i/H) (Su et al. 2021, RoFormer). With ``scaling`` (Llama 3.1 reference code): wavelengths above
+    original/low_freq_factor are stretched by ``factor``, those below original/high_freq_factor are kept, and between
+    them the frequency is interpolated linearly in original/wavelength. Every operation is rounded to ``dtype``, as in
+    the code that the published models were trained with: in float32 the values are theirs to the last bit.
 
     Raises:
         ConfigError: head_dim is odd, or high_freq_factor is not above low_freq_factor.
@@ -31,8 +34,7 @@ def inverse_frequencies(head_dim: int, *, theta: float, scaling: RopeScaling | N
             f"RoPE turns pairs of channels; {head_dim} is odd", key="model.head_dim",
             hint=f"model.head_dim={head_dim + 1}",
         )
-    exponents_P = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-    frequencies_P = theta**-exponents_P
+    frequencies_P = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)
     if scaling is None:
         return frequencies_P
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -41,17 +43,16 @@ def inverse_frequencies(head_dim: int, *, theta: float, scaling: RopeScaling | N
             f"{high} is not above low_freq_factor={low}", key="model.rope_scaling.high_freq_factor",
             hint=f"model.rope_scaling.high_freq_factor={4 * low}",
         )
-    turns_P = scaling.original_max_seq_len * frequencies_P / (2 * math.pi)
-    kept_P = ((turns_P - low) / (high - low)).clamp(0, 1)
-    return frequencies_P * (kept_P + (1 - kept_P) / scaling.factor)
+    wavelengths_P = 2 * math.pi / frequencies_P
+    kept_P = ((scaling.original_max_seq_len / wavelengths_P - low) / (high - low)).clamp(0, 1)
+    return (1 - kept_P) * frequencies_P / scaling.factor + kept_P * frequencies_P
 
 
-def tables(frequencies_P: Tensor, *, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position * frequency, each [T, P]; angles are formed in float64, so that far positions
-    keep all digits of ``dtype``."""
-    positions_T = torch.arange(length, dtype=torch.float64, device=device)
+def tables(frequencies_P: Tensor, *, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of position * frequency, each [T, P] in the frequencies' dtype."""
+    positions_T = torch.arange(length, dtype=frequencies_P.dtype, device=device)
     angles_TP = torch.outer(positions_T, frequencies_P.to(device))
-    return angles_TP.cos().to(dtype), angles_TP.sin().to(dtype)
+    return angles_TP.cos(), angles_TP.sin()
 
 
 def rotate(x_BSNH: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:

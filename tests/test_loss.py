@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from titanyaml.errors import DataError
+from titanyaml.loss import IGNORE_INDEX, CrossEntropy, chunked_cross_entropy
+
+VOCAB, DIM = 53, 16
+
+
+def inputs(dtype: torch.dtype = torch.float32, *, vocab: int = VOCAB) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [3, 7, D], weight [V, D] and labels with ignored ones at both ends."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 7, DIM, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(vocab, DIM, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(vocab, (3, 7), generator=generator)
+    labels[0, :4] = labels[2, -2:] = IGNORE_INDEX
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.t()).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 7, 21, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_plain_cross_entropy_for_any_chunk(chunk_tokens: int, dtype: torch.dtype) -> None:
+    hidden, weight, labels = inputs(dtype)
+    loss = CrossEntropy(chunk_tokens)(hidden, weight, labels)
+    wanted = plain(hidden, weight, labels)
+    assert loss.shape == () and loss.dtype == dtype
+    torch.testing.assert_close(loss, wanted)
+    scale = torch.tensor(0.37, dtype=dtype)
+    got = torch.autograd.grad(loss * scale, (hidden, weight))
+    for ours, theirs in zip(got, torch.autograd.grad(wanted * scale, (hidden, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gradcheck() -> None:
+    hidden, weight, labels = inputs(torch.float64, vocab=11)
+    assert torch.autograd.gradcheck(lambda h, w: CrossEntropy(5)(h, w, labels) * 0.3, (hidden, weight))
+
+
+@pytest.mark.parametrize(("hidden_grad", "weight_grad"), [(True, False), (False, True)])
+def test_only_what_requires_a_gradient_gets_one(hidden_grad: bool, weight_grad: bool) -> None:
+    hidden, weight, labels = inputs()
+    wanted = torch.autograd.grad(plain(hidden, weight, labels), (hidden, weight))
+    hidden.requires_grad_(hidden_grad)
+    weight.requires_grad_(weight_grad)
+    CrossEntropy(4)(hidden, weight, labels).backward()
+    for tensor, needed, gradient in ((hidden, hidden_grad, wanted[0]), (weight, weight_grad, wanted[1])):
+        if needed:
+            torch.testing.assert_close(tensor.grad, gradient)
+        else:
+            assert tensor.grad is None
+
+
+def test_a_retained_graph_gives_the_same_gradients_twice() -> None:
+    hidden, weight, labels = inputs()
+    loss = CrossEntropy(4)(hidden, weight, labels) / 7
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_all_ignored_is_zero_with_zero_gradients() -> None:
+    hidden, weight, labels = inputs()
+    loss = CrossEntropy(4)(hidden, weight, torch.full_like(labels, IGNORE_INDEX))
+    loss.backward()
+    assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_bf16_sums_the_weight_gradient_in_float32() -> None:
+    # 512 equal tokens: each adds the same to the weight, and a bf16 sum would stop growing after 256 of them
+    hidden = torch.ones(1, 512, DIM, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(VOCAB, DIM, dtype=torch.bfloat16, requires_grad=True)
+    loss = CrossEntropy(1)(hidden, weight, torch.zeros(1, 512, dtype=torch.int64))
+    loss.backward()
+    assert loss.dtype == torch.float32 and weight.grad.dtype == hidden.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(weight.grad[1:].float(), torch.full((VOCAB - 1, DIM), 512 / VOCAB), rtol=4e-3, atol=0)
+
+
+class Recorder(TorchDispatchMode):
+    """Sizes of all tensors that operators return, and names of the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.names.add(func.overloadpacket.__name__)
+        self.sizes.extend(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_of_all_logits_is_made(dtype: torch.dtype) -> None:
+    tokens, vocab, dim, chunk = 256, 2048, 8, 16
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, dim, generator=generator).to(dtype)
+    weight = torch.randn(vocab, dim, generator=generator).to(dtype)
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    with Recorder() as seen:
+        chunked_cross_entropy(hidden, weight, labels, chunk, IGNORE_INDEX, True, True)
+    assert max(seen.sizes) == chunk * vocab  # 1/16 of [tokens, V]
+    with Recorder() as reference:
+        plain(hidden.view(1, tokens, dim), weight, labels)
+    assert max(reference.sizes) == tokens * vocab
+
+
+def test_without_gradients_no_gradient_work_is_done() -> None:
+    hidden, weight, labels = inputs()
+    with Recorder() as seen:
+        loss, *gradients = chunked_cross_entropy(
+            hidden.detach().flatten(0, 1), weight.detach(), labels.flatten(), 4, IGNORE_INDEX, False, False
+        )
+    assert not seen.names & {"addmm_", "addmm", "scatter_", "exp_"} and [g.numel() for g in gradients] == [0, 0]
+    with torch.no_grad():
+        evaluated = CrossEntropy(4)(hidden, weight, labels)
+    assert not evaluated.requires_grad and torch.equal(evaluated, loss)
+    torch.testing.assert_close(loss, plain(hidden, weight, labels).detach())
+
+
+@pytest.mark.parametrize("label", [VOCAB, -1, -101])
+def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
+    hidden, weight, labels = inputs()
+    labels[1, 3] = label
+    with pytest.raises(DataError, match=f"label {label} is outside the vocabulary of {VOCAB} ids"):
+        CrossEntropy(4)(hidden, weight, labels)
+
+
+def test_another_ignore_index_is_honoured() -> None:
+    hidden, weight, labels = inputs()
+    other = labels.where(labels != IGNORE_INDEX, 7777)
+    torch.testing.assert_close(CrossEntropy(4, 7777)(hidden, weight, other), plain(hidden, weight, labels))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_without_a_graph_break(backend: str) -> None:
+    def step(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return CrossEntropy(4)(hidden.tanh(), weight, labels) / 17
+
+    hidden, weight, labels = inputs()
+    wanted = step(hidden, weight, labels)
+    wanted_grads = torch.autograd.grad(wanted, (hidden, weight))
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=backend)(hidden, weight, labels)
+    torch.testing.assert_close(compiled, wanted)
+    for ours, theirs in zip(torch.autograd.grad(compiled, (hidden, weight)), wanted_grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_operator_contract_and_fake_tensors() -> None:
+    hidden, weight, labels = inputs(torch.bfloat16)
+    arguments = (hidden.detach().flatten(0, 1), weight.detach(), labels.flatten(), 4, IGNORE_INDEX, True, True)
+    torch.library.opcheck(torch.ops.titanyaml.chunked_cross_entropy.default, arguments)
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(t) for t in (hidden, weight, labels)]
+    with mode:
+        loss = CrossEntropy(4)(*fake)
+        loss.backward()
+    assert loss.dtype == torch.float32 and fake[1].grad.shape == weight.shape
+
+
+def test_flop_counter_sees_the_three_products() -> None:
+    hidden, weight, labels = inputs()
+    with FlopCounterMode(display=False) as counter:
+        CrossEntropy(4)(hidden, weight, labels).backward()
+    assert counter.get_total_flops() == 3 * 2 * 21 * VOCAB * DIM
