@@ -1,0 +1,68 @@
+"""Experiment tracking: where the records of a run go. Built on the main rank only.
+
+``metrics.jsonl`` is the truth and is written first; console and Aim mirror it and can fail without harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from titanyaml.config.schema import Config
+from titanyaml.rundir import RunDir
+from titanyaml.tracker.aim import AimMirror
+from titanyaml.tracker.console import make_console
+
+__all__ = ["Trackers", "build"]
+
+
+class Sink(Protocol):
+    """One place where records go."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Take a record; must not raise and must not wait."""
+
+    def close(self, state: str) -> None:
+        """Take the run's last state ("done", "failed", ...); must not raise, and return within seconds."""
+
+
+class Trackers:
+    """All sinks of a run, behind one ``log``.
+
+    Args:
+        run: receives ``metrics.jsonl``.
+        mirrors: further sinks.
+    """
+
+    def __init__(self, run: RunDir, mirrors: Sequence[Sink] = ()) -> None:
+        self.run, self.mirrors = run, list(mirrors)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Write one record, whole and at once; floats keep every digit.
+
+        Args:
+            record: ``step`` and the figures of that step, named as in ``metrics.jsonl``.
+        """
+        self.run.metric(record)
+        for mirror in self.mirrors:
+            mirror.log(record)
+
+    def close(self, state: str) -> None:
+        """End of the run: ``state`` is "done", "failed", "preempted" or "stopped"."""
+        for mirror in self.mirrors:
+            mirror.close(state)
+
+
+def build(config: Config, run: RunDir, *, console: bool = True) -> Trackers:
+    """The trackers that ``config`` asks for.
+
+    Args:
+        console: also tell progress on standard output.
+
+    Raises:
+        ConfigError: ``tracker.kind=aim``, and Aim is not installed.
+    """
+    mirrors: list[Sink] = [make_console(config.train.steps)] if console else []
+    if config.tracker.kind == "aim":
+        mirrors.append(AimMirror(config, run))
+    return Trackers(run, mirrors)

@@ -1,0 +1,167 @@
+"""A mirror of the metrics in an Aim repository (``tracker.kind=aim``).
+
+Aim runs in a thread of its own behind a bounded queue: when it raises, hangs or is slow, training goes on, one
+warning is given, and the number of records that Aim lacks is reported at the end. ``metrics.jsonl`` has them all.
+
+A run keeps its Aim hash in ``aim_run.txt``, so a resumed run continues its Aim run. Aim stores a value under its step:
+what a resumed run tracks again replaces the earlier value of that step. Steps that the first attempt reached and the
+resumed run never does (a run resumed with fewer steps) stay in Aim, while ``metrics.jsonl`` drops them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import fcntl
+import importlib.util
+import logging
+import queue
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from titanyaml.config.schema import Config
+from titanyaml.errors import ConfigError
+from titanyaml.rundir import RunDir, atomic_write
+
+log = logging.getLogger("titanyaml")
+
+HASH_FILE = "aim_run.txt"
+SUBSETS = {"validation_loss": ("loss", "validation")}  # every other figure is of the training subset, under its name
+
+
+class AimMirror:
+    """Metrics by name and step in the context ``{"subset": "train" | "validation"}``, the configuration as parameters.
+
+    Args:
+        config: resolved; its groups become searchable parameters: ``run.train.steps == 200``, and, as Aim keeps the
+            name for itself, ``run['run']['seed'] == 0``.
+        run: holds ``aim_run.txt``; receives the warning.
+        capacity: records that may wait for Aim; more are dropped and counted.
+        close_s: how long ``close`` waits for Aim (seconds).
+
+    Raises:
+        ConfigError: Aim is not installed.
+    """
+
+    def __init__(self, config: Config, run: RunDir, *, capacity: int = 10_000, close_s: float = 15.0) -> None:
+        if "aim" not in sys.modules and importlib.util.find_spec("aim") is None:
+            raise ConfigError("Aim is not installed", key="tracker.kind", hint="pip install aim, or tracker.kind=none")
+        self.config, self.run, self.close_s = config, run, close_s
+        self.logged = self.written = 0
+        self._state = "running"
+        self._warned = False
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)
+        self._thread = threading.Thread(target=self._work, name="aim", daemon=True)
+        self._thread.start()
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Hand a record over; returns at once."""
+        self.logged += 1
+        try:
+            self._queue.put_nowait(dict(record))
+        except queue.Full:
+            self._warn(f"is too slow: {self._queue.maxsize} records are waiting, further ones are dropped")
+
+    def close(self, state: str) -> None:
+        """Let Aim write what is waiting, but not for longer than ``close_s``."""
+        self._state = state
+        deadline = time.monotonic() + self.close_s
+        try:
+            self._queue.put(None, timeout=self.close_s)
+            self._thread.join(max(deadline - time.monotonic(), 0))
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            self._warn(f"did not finish within {self.close_s:g} s")
+            _leave_behind()
+        lost = self.logged - self.written
+        if lost:
+            message = f"Aim lacks {lost} of {self.logged} records; metrics.jsonl has all of them"
+            log.warning("tracker: %s", message)
+            self.run.event("tracker_incomplete", message, lost=lost, logged=self.logged)
+
+    # --- in the thread ---
+
+    def _work(self) -> None:
+        aim_run = None
+        try:
+            aim_run = self._open()
+        except Exception as error:  # noqa: BLE001 - whatever Aim does, training goes on
+            self._warn(f"could not be opened: {type(error).__name__}: {error}")
+        while (record := self._queue.get()) is not None:
+            if aim_run is None:
+                continue
+            try:
+                track(aim_run, record)
+                self.written += 1
+            except Exception as error:  # noqa: BLE001
+                self._warn(f"failed at step {record['step']}: {type(error).__name__}: {error}")
+        if aim_run is None:
+            return
+        try:
+            aim_run["state"] = self._state
+            aim_run.close()
+            _index(aim_run)
+        except Exception as error:  # noqa: BLE001
+            self._warn(f"could not be closed: {type(error).__name__}: {error}")
+
+    def _open(self) -> Any:
+        """This run's Aim run, a new one or the one of ``aim_run.txt``, with its parameters set."""
+        import aim
+
+        repo, hash_file = self.config.tracker.repo, self.run.path / HASH_FILE
+        known = hash_file.read_text().strip() if hash_file.exists() else None
+        options = {
+            "repo": repo, "experiment": self.config.run.name, "log_system_params": False,
+            "capture_terminal_logs": False, "system_tracking_interval": None,
+        }
+        if "://" in repo:
+            aim_run = aim.Run(known, force_resume=known is not None, **options)
+        else:
+            Path(repo).mkdir(parents=True, exist_ok=True)
+            with open(Path(repo) / ".aim.lock", "a") as lock:
+                # two runs that create one repository at the same time break it
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                # the run folder's lease says that a lock on a known run is a dead process's
+                aim_run = aim.Run(known, force_resume=known is not None, **options)
+        atomic_write(hash_file, aim_run.hash + "\n")
+        aim_run.name = self.config.run.id
+        for group, values in dataclasses.asdict(self.config).items():
+            aim_run[group] = values
+        return aim_run
+
+    def _warn(self, what: str) -> None:
+        """The first failure, told once; later ones are only counted."""
+        if self._warned:
+            return
+        self._warned = True
+        log.warning("tracker: Aim %s (training goes on)", what)
+        self.run.event("tracker_failed", f"Aim {what}")
+
+
+def track(aim_run: Any, record: dict[str, Any]) -> None:
+    """Track the numbers of one record."""
+    for key, value in record.items():
+        if key == "step" or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        name, subset = SUBSETS.get(key, (key, "train"))
+        aim_run.track(value, name=name, step=record["step"], context={"subset": subset})
+
+
+def _index(aim_run: Any) -> None:
+    """Make a closed run visible to queries at once; ``aim up`` does this too, but only while it runs."""
+    if aim_run.repo.is_remote_repo:
+        return
+    from aim.sdk.index_manager import RepoIndexManager
+
+    RepoIndexManager.get_index_manager(aim_run.repo).index(aim_run.hash)
+
+
+def _leave_behind() -> None:
+    """Keep Aim's own clean-up from waiting at exit for what already hangs."""
+    cleanup = sys.modules.get("aim.ext.cleanup")
+    if cleanup is not None:
+        atexit.unregister(cleanup.AutoClean.cleanup)
