@@ -123,7 +123,7 @@ def test_run_applies_in_order_and_logs_each_change(caplog):
     with caplog.at_level(logging.INFO, logger="titanyaml.pipeline"):
         transformed, changes = run(model(), resolved, context())
     assert transformed[0].tags == ["1", "2"]
-    assert [(name, change.summary) for name, change in changes] == [("mark", "marked with 1"), ("late", "marked with 2")]
+    assert {name: change.summary for name, change in changes} == {"mark": "marked with 1", "late": "marked with 2"}
     assert caplog.messages == [
         "mark: marked with 1", "mark: left alone: 1, 2: not the first",
         "late: marked with 2", "late: left alone: 1, 2: not the first",

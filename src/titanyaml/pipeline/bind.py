@@ -55,8 +55,8 @@ def bind(name: str, node: Any) -> tuple[Bound | None, list[Problem]]:
 
 
 def _bound(name: str, node: Mapping[str, Any], transform: Transform) -> Bound:
-    def both(kind: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([*getattr(transform, kind, ()), *(node.get(f"_{kind}_") or ())]))
+    def both(kind: str) -> tuple[str, ...]:  # of the class: an instance may use such a name for something else
+        return tuple(dict.fromkeys([*(getattr(type(transform), kind, None) or ()), *(node.get(f"_{kind}_") or ())]))
 
     stage = node.get("_stage_") or transform.stage
     return Bound(name, transform, stage, both("after"), both("before"), both("requires"), both("conflicts"))

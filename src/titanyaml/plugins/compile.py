@@ -27,7 +27,7 @@ class Compile:
 
     def __init__(self, *, mode: str = "auto", backend: str = "inductor") -> None:
         self.mode, self.backend = mode, backend
-        self.before = compat.CompileCounts()
+        self.earlier = compat.CompileCounts()
 
     def reason_off(self, ctx: Context) -> str:
         """Off where the mode is none, and under auto without a GPU."""
@@ -53,7 +53,8 @@ class Compile:
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
         """Mark the modules; the graphs are built by the first step."""
-        self.before = compat.compile_counts()
+        self.earlier = compat.compile_counts()
+        compat.guard_module_hooks()  # another plugin may hook a single block
         names = ["*"] if self.mode == "model" else list(ctx.facts.blocks)
         for module in [model] if self.mode == "model" else map(model.get_submodule, names):
             module.compile(backend=self.backend, fullgraph=True, dynamic=False)
@@ -61,12 +62,12 @@ class Compile:
         return model, Change(f"{what} will be compiled by {self.backend} in the first step", names)
 
     def verify(self, model: nn.Module, ctx: Context) -> Change:
-        """Something was compiled and nothing broke.
+        """Something was compiled and nothing broke. One model a process: the graphs of an equal one would be reused.
 
         Raises:
             PipelineError: nothing was compiled (switched off by the environment), or a graph broke.
         """
-        counts = compat.compile_counts() - self.before
+        counts = compat.compile_counts() - self.earlier
         if not counts.graphs:
             raise PipelineError(
                 "asked for, but nothing was compiled in the first step", key="compile.mode",
@@ -74,4 +75,4 @@ class Compile:
             )
         if counts.breaks:
             raise PipelineError([Problem("compile.mode", f"the graph broke: {why}") for why in counts.breaks])
-        return Change(f"{counts.graphs} graphs compiled, 0 graph breaks", ["*"])
+        return Change(f"{counts.graphs} graph{'s' * (counts.graphs > 1)} compiled, 0 graph breaks", ["*"])
