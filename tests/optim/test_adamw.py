@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.ranks import run_ranks
 from titanyaml.config.schema import Optim, ParamGroup
@@ -220,13 +220,13 @@ def test_zero_grad_forgets_sums_and_gradients() -> None:
 
 
 def train_sharded(rank: int, implementation: str) -> dict[str, Tensor]:
-    """FSDP over two ranks (inner's 5 and head's 3 rows do not divide), with one plain and one pending-sum gradient."""
+    """FSDP over two ranks (5 and 3 rows do not divide), a plain tensor, an empty shard and a gradient left as a sum."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     model = Toy()
     fully_shard(model, mesh=mesh)
     extra = {
         "plain": nn.Parameter(torch.ones(3)),
-        "single": nn.Parameter(distribute_tensor(torch.ones(1, 2), mesh)),
+        "single": nn.Parameter(distribute_tensor(torch.ones(1, 2), mesh, [Shard(0)])),
         "summed": nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate()])),
     }
     spec = replace(SPEC, implementation=implementation)
@@ -234,7 +234,7 @@ def train_sharded(rank: int, implementation: str) -> dict[str, Tensor]:
     for step, lr in enumerate(LRS):
         model(batch(step)[2 * rank : 2 * rank + 2]).backward()
         extra["plain"].grad = torch.arange(3.0)
-        extra["single"].grad = distribute_tensor(torch.tensor([[1.0, 2.0]]), mesh)
+        extra["single"].grad = distribute_tensor(torch.tensor([[1.0, 2.0]]), mesh, [Shard(0)])
         extra["summed"].grad = DTensor.from_local(torch.full((2, 2), 0.5), mesh, [Partial()], run_check=False)
         grads = optimizer.grads()
         clip_(grads, grad_norm(grads), 1.0)
