@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
 
 from titanyaml.config import resolvers, schema, search
 
@@ -19,6 +20,7 @@ def register() -> None:
     # 0.5 s). ``ConfigStore.load`` copies what it hands out, so that one shared store is enough.
     ConfigStore.__deepcopy__ = lambda self, memo: self
     ConfigStore.instance().store(name=SCHEMA_NAME, node=schema.Config, provider="titanyaml")
+    setup_globals()  # Hydra's own resolver ${now:...}
     resolvers.register()
     for plugin in (search.MeshSource, search.ExperimentSource, search.TitanSearchPath):
         Plugins.instance().register(plugin)

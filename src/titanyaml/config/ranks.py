@@ -1,0 +1,31 @@
+"""How many ranks a configuration gets, as far as it can be known before they are started."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from titanyaml import machine
+from titanyaml.config.degrees import AXES, MESH_AXES
+
+
+def fixed_product(parallel: Any) -> tuple[int, str]:
+    """(product of the degrees that are given, axis that is derived or "")."""
+    derived = [axis for axis in AXES if getattr(parallel, axis) == -1]
+    sizes = [getattr(parallel, axis) for axis in MESH_AXES]
+    return math.prod(size for size in sizes if size != -1), (derived or [""])[0]
+
+
+def world_size(c: Any) -> int | None:
+    """Ranks that will run; None where only the program that starts them knows.
+
+    ``launch.nproc``, else the mesh's product, else the GPUs of this machine, else 1; under torchrun its WORLD_SIZE.
+    """
+    if c.launch.kind == "external":
+        text = os.environ.get("WORLD_SIZE", "")
+        return int(text) if text.isdigit() else None
+    fixed, derived = fixed_product(c.parallel)
+    if c.launch.nproc is not None:
+        return c.launch.nproc
+    return (len(machine.gpus()) or 1) if derived else fixed

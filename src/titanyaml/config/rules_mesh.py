@@ -1,0 +1,87 @@
+"""Rules on the mesh, the ranks and the batches that they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titanyaml.config.degrees import AXES, BUILT_AXES
+from titanyaml.config.ranks import fixed_product, world_size
+from titanyaml.config.view import Rule, into, multiples_around, ways
+from titanyaml.errors import Problem
+
+RULES: list[Rule] = []
+rule = into(RULES)
+
+
+@rule("parallel")
+def degrees_are_sizes(c: Any) -> Problem | None:
+    zero = [axis for axis in AXES if getattr(c.parallel, axis) == 0]
+    if not zero:
+        return None
+    return Problem(f"parallel.{zero[0]}", "is 0", allowed="1 or more; -1: derived", hint=f"parallel.{zero[0]}=1")
+
+
+@rule("parallel")
+def axes_are_built(c: Any) -> Problem | None:
+    missing = [axis for axis in AXES if axis not in BUILT_AXES and getattr(c.parallel, axis) not in (0, 1)]
+    if not missing:
+        return None
+    spelled = ", ".join(f"{axis}={getattr(c.parallel, axis)}" for axis in missing)
+    return Problem(f"parallel.{missing[0]}", f"{spelled}: not built yet; this version has "
+                   f"{' and '.join(BUILT_AXES)} (ddpN, fsdpN, hsdpRxS)", allowed="1",
+                   hint=" ".join(f"parallel.{axis}=1" for axis in missing))
+
+
+@rule("parallel")
+def one_degree_is_derived(c: Any) -> Problem | None:
+    derived = [axis for axis in AXES if getattr(c.parallel, axis) == -1]
+    if len(derived) < 2:
+        return None
+    alternatives = [" ".join(f"parallel.{other}=1" for other in derived if other != axis) for axis in derived]
+    return Problem(f"parallel.{derived[1]}", f"{' and '.join(derived)} are -1; only one can be derived",
+                   hint=" or ".join(alternatives))
+
+
+@rule("parallel", "launch.kind", "launch.nproc")
+def mesh_fits_ranks(c: Any) -> Problem | None:
+    fixed, derived = fixed_product(c.parallel)
+    if fixed < 1 or (derived and fixed == 1):
+        return None  # fits any number; counting GPUs takes time
+    ranks = world_size(c)
+    if ranks is None or (ranks % fixed == 0 if derived else ranks == fixed):
+        return None
+    if derived:
+        return Problem(f"parallel.{derived}", f"is -1, but {ranks} rank{'s' * (ranks > 1)} cannot be divided by the "
+                       f"{fixed} of the other degrees", allowed=f"ranks that are a multiple of {fixed}",
+                       hint=ways("launch.nproc", multiples_around(ranks, fixed)))
+    # what torchrun started cannot be changed from here, what the launcher starts can
+    hints = ["parallel=auto"] if c.launch.kind == "external" else [f"launch.nproc={fixed}", "parallel=auto"]
+    return Problem("parallel", f"the mesh needs {fixed} ranks, but {ranks} are started", hint=" or ".join(hints))
+
+
+@rule("train.global_batch", "train.local_batch", "parallel", "launch")
+def global_batch_is_whole(c: Any) -> Problem | None:
+    batch, local = c.train.global_batch, c.train.local_batch
+    if batch is None:
+        return None
+    fixed, derived = fixed_product(c.parallel)
+    ranks = world_size(c)
+    if fixed < 1 or ranks is None or ranks % fixed:
+        return None  # another rule speaks
+    degree = c.parallel.dp_replicate * c.parallel.dp_shard
+    if derived in ("dp_replicate", "dp_shard"):
+        degree = -degree * (ranks // fixed)
+    unit = local * degree
+    if batch % unit == 0:
+        return None
+    return Problem("train.global_batch", f"is {batch}, not a multiple of train.local_batch={local} * {degree} data "
+                   f"rank{'s' * (degree > 1)}", allowed=f"multiples of {unit}, or null",
+                   hint=ways("train.global_batch", multiples_around(batch, unit)))
+
+
+@rule("runner.name", "parallel", "launch")
+def sample_runs_alone(c: Any) -> Problem | None:
+    if c.runner.name != "sample" or world_size(c) in (1, None):
+        return None
+    return Problem("parallel", f"runner=sample runs on one rank, not {world_size(c)}",
+                   hint="parallel=single" + (" launch.nproc=1" if c.launch.nproc else ""))
