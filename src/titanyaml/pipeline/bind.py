@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from titanyaml.config import build
+from titanyaml.config.nearest import nearest
 from titanyaml.errors import Problem, ProblemsError, TitanError
 from titanyaml.pipeline.protocol import STAGES, Transform
 
@@ -69,7 +69,7 @@ def _check_reserved(key: str, node: Mapping[str, Any]) -> list[Problem]:
             continue
         if name not in RESERVED:
             problems.append(Problem(f"{key}.{name}", "not a reserved key of a plugin node",
-                                    allowed=", ".join(RESERVED), hint=_nearest(name, RESERVED)))
+                                    allowed=", ".join(RESERVED), hint=did_you_mean(name, RESERVED)))
         elif name in RESERVED[2:] and not _is_names(value):
             problems.append(Problem(f"{key}.{name}", f"is {value!r}", allowed="a list of node names"))
     return problems
@@ -86,7 +86,7 @@ def _check_class(key: str, node: Mapping[str, Any], cls: Any) -> list[Problem]:
     if stage not in STAGES:
         where = f"{key}._stage_" if own else f"{key}._target_"
         what = f"no such stage: {stage!r}" if stage else f"{node['_target_']} names no stage"
-        problems.append(Problem(where, what, allowed=", ".join(STAGES), hint=_nearest(str(stage), STAGES)))
+        problems.append(Problem(where, what, allowed=", ".join(STAGES), hint=did_you_mean(str(stage), STAGES)))
     for kind in ("after", "before", "requires", "conflicts"):
         if not _is_names(getattr(cls, kind, ())):
             problems.append(Problem(f"{key}._target_", f"{node['_target_']}.{kind} is {getattr(cls, kind)!r}",
@@ -107,7 +107,7 @@ def _check_arguments(key: str, node: Mapping[str, Any], cls: Any) -> list[Proble
         allowed = [p.name for p in named]
         problems += [
             Problem(f"{key}.{name}", f"{cls.__qualname__} has no argument {name!r}",
-                    allowed=", ".join(allowed) or "no arguments", hint=_nearest(name, allowed))
+                    allowed=", ".join(allowed) or "no arguments", hint=did_you_mean(name, allowed))
             for name in given if name not in allowed
         ]
     problems += [
@@ -122,8 +122,9 @@ def _is_names(value: Any) -> bool:
     return value is None or (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value))
 
 
-def _nearest(name: str, names: Any) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """A hint that offers the most similar of the names; empty where none is similar."""
+    near = nearest(name, names)
     return f"did you mean {near[0]!r}?" if near else ""
 
 

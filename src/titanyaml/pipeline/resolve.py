@@ -8,7 +8,6 @@ and has no effect is the one failure nobody notices.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import graphlib
 import heapq
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from titanyaml.errors import PipelineError, Problem, ProblemsError
-from titanyaml.pipeline.bind import Bound, bind
+from titanyaml.pipeline.bind import Bound, bind, did_you_mean
 from titanyaml.pipeline.protocol import STAGES, Change, Context, Transform, some
 
 
@@ -137,10 +136,10 @@ def _check_partners(bound: Bound, on: Mapping[str, Bound], off: Mapping[str, str
         if other in on or other in failed:
             continue
         state = f"is off: {off[other]}" if other in off else "is not in pipeline.plugins"
-        near = difflib.get_close_matches(other, [*on, *off, *failed], n=1) if other not in off else []
+        meant = did_you_mean(other, [*on, *failed]) if other not in off else ""
         problems.append(Problem(
             _key(bound.name), f"needs the node {other!r}, which {state}",
-            hint=f"did you mean {near[0]!r}?" if near else f"switch {other} on, or {bound.name} off",
+            hint=meant or f"switch {other} on, or {bound.name} off",
         ))
     for other in bound.conflicts:
         if other in on:

@@ -1,0 +1,1 @@
+"""A plugin for titanyaml that lives outside of it."""

@@ -1,0 +1,1 @@
+"""YAML that titanyaml finds through the entry point in setup.cfg."""
