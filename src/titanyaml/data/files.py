@@ -61,7 +61,7 @@ def _folder(path: Path) -> list[Path]:
     taken = [file for file in files if file.name.endswith(FOLDER_SUFFIXES)]
     left = Counter(file.suffix or "no suffix" for file in files if not file.name.endswith(FOLDER_SUFFIXES))
     if left:
-        kinds = ", ".join(f"{count} {suffix}" for suffix, count in left.most_common(5))
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(left.items()))
         log.info("%s: %d other files are not read (%s); a glob would name them", path, sum(left.values()), kinds)
     return taken
 

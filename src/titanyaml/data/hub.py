@@ -79,7 +79,7 @@ def _load(spec: schema.Data, split: str) -> Dataset | IterableDataset:
         raise DataError(
             f"cannot load {spec.dataset}[{split}]: {_words(error)}",
             key="data.dataset",
-            hint="runner=prepare with network once, or data.dataset=/local/folder",
+            hint="one start with network, or data.dataset=/local/folder",
         ) from error
 
 
@@ -100,5 +100,7 @@ def _saved(saved: Any, spec: schema.Data, split: str) -> Dataset | IterableDatas
     return saved.to_iterable_dataset() if spec.streaming else saved
 
 
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _words(error: BaseException) -> str:
+    """The error and what it came from: the outermost often says no more than that there was one."""
+    words = f"{type(error).__name__}: {error}"
+    return f"{words} ({_words(error.__cause__)})" if error.__cause__ else words

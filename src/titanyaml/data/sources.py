@@ -123,6 +123,8 @@ def _hub_source(spec: schema.Data, split: str) -> Source:
 def documents(spec: schema.Data, split: str) -> Iterator[str]:
     """Texts of one split ("train" or "validation"), for training a vocabulary. No document is in both.
 
+    In the source's order, but where few documents are held out some come later than there.
+
     Raises:
         ConfigError, DataError: as ``open_source``; DataError also where the split is empty.
     """

@@ -30,9 +30,10 @@ class _Piece(NamedTuple):
 
 
 class StreamData:
-    """Windows over a stream: the same windows in the same order as ``PackedData`` without shuffling.
+    """Windows over a stream, packed as in ``PackedData``, in the order of its rows.
 
-    There is no shuffle buffer, because what is in one is lost on resume. Attributes as in ``packing.TokenData``.
+    There is no shuffle buffer, because what is in one is lost on resume. Rows are held out by their own number, empty
+    ones included, and a stream too short for the fraction holds out none. Attributes as in ``packing.TokenData``.
 
     Args:
         rows: documents from a row on, in an order that never changes.

@@ -1,0 +1,71 @@
+"""The iterator that runs ahead."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+
+import pytest
+
+from titanyaml.data.prefetch import Ahead
+
+
+def wait_for(condition, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def data_threads() -> int:
+    return sum(thread.name == "titanyaml-data" for thread in threading.enumerate())
+
+
+def test_items_come_in_order_and_end() -> None:
+    ahead = Ahead(iter(range(50)), 3)
+    assert list(ahead) == list(range(50))
+    assert list(ahead) == []
+
+
+def test_it_runs_ahead_but_not_further_than_its_depth() -> None:
+    made = []
+    ahead = Ahead((made.append(number) or number for number in itertools.count()), 3)
+    assert wait_for(lambda: len(made) == 4)  # three in the queue, one waiting to go in
+    time.sleep(0.2)
+    assert len(made) == 4
+    assert next(ahead) == 0
+    assert wait_for(lambda: len(made) == 5)
+    ahead.close()
+
+
+def test_an_error_comes_where_its_item_would_have_and_again() -> None:
+    def fails():
+        yield 1
+        raise RuntimeError("broken at the second")
+
+    ahead = Ahead(fails(), 2)
+    assert next(ahead) == 1
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="broken at the second"):
+            next(ahead)
+
+
+def test_close_stops_the_thread_even_when_the_queue_is_full() -> None:
+    before = data_threads()
+    ahead = Ahead(itertools.count(), 1)
+    assert data_threads() == before + 1
+    ahead.close()
+    ahead.close()
+    assert data_threads() == before
+
+
+def test_a_forgotten_iterator_can_be_collected() -> None:
+    ahead = Ahead(itertools.count(), 1)
+    thread = ahead._thread
+    assert not [held for held in gc.get_referrers(ahead) if isinstance(held, threading.Thread)]
+    ahead.close()
+    assert not thread.is_alive()
