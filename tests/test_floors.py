@@ -12,7 +12,7 @@ SRC = Path(__file__).parents[1] / "src" / "titanyaml"
 #: docs/architecture.md draws the same table. A room is a folder or a file of src/titanyaml.
 FLOORS = {
     "__init__": 0, "errors": 0, "machine": 0,
-    "config": 1, "rundir": 1,
+    "config": 1, "rundir": 1, "arguments": 1,
     "dist": 2,
     "tokenizer": 3, "kernels": 3,
     "data": 4, "models": 4, "optim": 4, "loss": 4, "hardware": 4,

@@ -71,6 +71,10 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
+class InUse(LaunchError):
+    """A living process owns the run directory."""
+
+
 class RunDir:
     """One run's folder.
 
@@ -96,7 +100,7 @@ class RunDir:
             The generation of this claim: 1 for a new folder.
 
         Raises:
-            LaunchError: a living process owns the folder (exit 1).
+            InUse: a living process owns the folder (exit 1).
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with self._lock():
@@ -160,7 +164,7 @@ class RunDir:
     def _refuse_living(self, lease: dict[str, Any]) -> None:
         if not self._alive(lease):
             return
-        raise LaunchError(
+        raise InUse(
             f"{self.path} is in use by process {lease['pid']} on {lease['host']}",
             key="run.dir", hint="wait for it, stop it, or give this run another run.id", exit_code=EXIT_FAILED,
         )

@@ -1,4 +1,4 @@
-"""Runners that stand in for training in the tests of the launcher. ``user`` of the configuration tells them what to do."""
+"""Runners that stand in for training in the tests of the launcher; ``user`` in the configuration directs them."""
 
 from __future__ import annotations
 
@@ -57,3 +57,9 @@ def hang_in_collective(config: Config, run: RunDir, env: Env) -> None:
         raise RuntimeError("the roof is leaking")
     dist.distributed_c10d._get_default_store().wait(["never"])
     raise AssertionError(torch)
+
+
+def look(config: Config, run: RunDir | None, env: Env) -> None:
+    """Stands in for ``runner=check``."""
+    assert run is None and env.world_size == 1
+    print(f"looked at {config.model.name}")

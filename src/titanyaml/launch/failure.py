@@ -12,7 +12,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from titanyaml.errors import EXIT_FAILED, TitanError
+from titanyaml.errors import EXIT_FAILED, ProblemsError, TitanError
 from titanyaml.rundir import atomic_write
 
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -25,7 +25,7 @@ class Failure:
 
     Args:
         rank: which. time: when (seconds since the epoch).
-        type: name of the exception, or ``signal``. message: its text.
+        type: name of the exception, ``signal`` or ``exit``. message: its text. summary: the same in one line.
         traceback: empty for errors that explain themselves to the user.
         exit_code: what the process exits with. lost_peer: the consequence of another rank's end.
     """
@@ -34,6 +34,7 @@ class Failure:
     time: float
     type: str
     message: str
+    summary: str
     traceback: str
     exit_code: int
     lost_peer: bool = False
@@ -52,11 +53,17 @@ def of_exception(error: BaseException, *, rank: int) -> Failure:
     code = error.exit_code if known else error.code if isinstance(error, SystemExit) else EXIT_FAILED
     name, message = type(error).__name__, str(error)
     return Failure(
-        rank=rank, time=time.time(), type=name, message=message,
+        rank=rank, time=time.time(), type=name, message=message, summary=_summary(error),
         traceback="" if known else "".join(traceback.format_exception(error)),
         exit_code=code if isinstance(code, int) and code else EXIT_FAILED,
         lost_peer=name in _LOST_PEER_TYPES or any(text in message for text in _LOST_PEER_TEXT),
     )
+
+
+def _summary(error: BaseException) -> str:
+    if isinstance(error, ProblemsError):
+        return "; ".join(f"{problem.key}: {problem.message}".removeprefix(": ") for problem in error.problems)
+    return (str(error).splitlines() or [""])[0]
 
 
 def write(failure: Failure, run_dir: Path) -> None:

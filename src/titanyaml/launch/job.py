@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ from omegaconf import DictConfig
 
 from titanyaml import machine
 from titanyaml.config import degrees, dump
+from titanyaml.config.ranks import world_size as count_ranks
 from titanyaml.config.schema import Config
-from titanyaml.launch import resume
+from titanyaml.errors import TitanError
+from titanyaml.launch import failure, local, resume
 from titanyaml.launch.failure import Failure
-from titanyaml.rundir import RunDir, atomic_write
+from titanyaml.launch.local import Outcome
+from titanyaml.rundir import RunDir, atomic_write, utc_now
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,12 @@ class Typed:
     """What the user chose.
 
     Args:
-        overrides: of the command line. choices: group to option.
+        overrides: of the command line. choices: group to option. sweep: whether this is one job of a sweep.
     """
 
     overrides: list[str]
     choices: dict[str, str]
+    sweep: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,7 @@ class Job:
     finished: bool = False
 
 
-def world_size(config: Config) -> int:
-    """Ranks to start here: ``launch.nproc``, else the mesh's product, else one per GPU, else 1."""
-    asked = config.launch.nproc or degrees.mesh_product(config.parallel)
-    return asked or len(machine.gpus()) or 1
-
-
-def global_batch(config: Config, ranks: int) -> int:
+def global_batch(config: Config, ranks: int | None) -> int:
     """Sequences per optimizer step on ``ranks`` ranks.
 
     Raises:
@@ -77,8 +75,9 @@ def open_job(cfg: DictConfig, folder: Path, *, ranks: int, typed: Typed) -> Job:
     run.claim()
     try:
         changes = resume.accept(cfg, config, run, global_batch=batch)
-        # a job of a sweep keeps the identity of its first attempt, whenever it is started again
-        config.run.id = run.status().get("run_id", config.run.id)
+        # jobs of a sweep share Hydra's clock, so the folder tells them apart; each keeps its first identity
+        new_id = f"{config.run.id}-{run.path.name}" if typed.sweep else config.run.id
+        config.run.id = run.status().get("run_id", new_id)
         config.run.dir = str(run.path)
         if resume.is_finished(run, changes, steps=config.train.steps):
             run.release()
@@ -95,12 +94,59 @@ def open_job(cfg: DictConfig, folder: Path, *, ranks: int, typed: Typed) -> Job:
 
 def _write_records(run: RunDir, config: Config, text: str, *, typed: Typed, ranks: int, batch: int) -> None:
     atomic_write(run.path / "config.yaml", text)
-    atomic_write(run.path / "overrides.yaml", yaml.safe_dump(asdict(typed), sort_keys=False))
+    write_typed(run, typed)
     atomic_write(run.path / "environment.json", json.dumps(machine.describe(), indent=2) + "\n")
     run.write_status(
         state="running", run_id=config.run.id, runner=config.runner.name, config_hash=dump.dataclass_hash(config),
         world_size=ranks, global_batch=batch, generation=run.generation, reason=None, error=None, exit_code=None,
+        started=run.status().get("started", utc_now()),
     )
+
+
+def write_typed(run: RunDir, typed: Typed) -> None:
+    """Write overrides.yaml."""
+    chosen = {"overrides": typed.overrides, "choices": typed.choices}
+    atomic_write(run.path / "overrides.yaml", yaml.safe_dump(chosen, sort_keys=False))
+
+
+def run_local(cfg: DictConfig, folder: Path, typed: Typed) -> tuple[Job, Outcome | None]:
+    """Run ``cfg`` on ranks of this machine; no outcome where the run was finished before.
+
+    Raises:
+        ConfigError, LaunchError: the job was not started.
+    """
+    ranks = count_ranks(dump.to_dataclass(cfg))
+    local.check_devices(ranks)
+    job = open_job(cfg, folder, ranks=ranks, typed=typed)
+    if job.finished:
+        return job, None
+    try:
+        outcome = local.launch(job.run, run_id=job.run_id, nproc=ranks, launch=job.config.launch)
+        _record(job.run, outcome)
+    finally:
+        job.run.release()
+    return job, outcome
+
+
+def _record(run: RunDir, outcome: Outcome) -> None:
+    """Write what rank 0 could not: done and preempted are its own word."""
+    if outcome.failure is not None:
+        record_failure(run, outcome.failure)
+    elif outcome.state == "stopped":
+        reason = f"{outcome.signal}, before the ranks had saved"
+        run.write_status(state="stopped", exit_code=outcome.exit_code, reason=reason)
+
+
+def record_refusal(folder: Path, error: TitanError, typed: Typed) -> None:
+    """Record a job of a sweep that could not be started."""
+    run = RunDir(folder)
+    run.claim()
+    try:
+        write_typed(run, typed)
+        run.write_status(started=run.status().get("started", utc_now()))
+        record_failure(run, failure.of_exception(error, rank=0))
+    finally:
+        run.release()
 
 
 def record_failure(run: RunDir, cause: Failure) -> None:
@@ -108,6 +154,6 @@ def record_failure(run: RunDir, cause: Failure) -> None:
     error: dict[str, Any] = {"rank": cause.rank, "type": cause.type, "message": cause.message}
     if cause.traceback:
         error["traceback"] = cause.traceback
-    reason = f"{cause.type}: {cause.message.splitlines()[0]}" if cause.message else cause.type
+    reason = f"{cause.type}: {cause.summary}"
     run.write_status(state="failed", exit_code=cause.exit_code, reason=reason, error=error)
     run.event("failed", reason, rank=cause.rank)

@@ -231,7 +231,7 @@ class _Group:
             how = f"ended with exit code {code}"
         return Failure(
             rank=rank, time=self.ended[rank], type="signal" if code < 0 else "exit", traceback="",
-            message=f"it {how}{_tail(_log_path(self.run, rank))}", exit_code=EXIT_FAILED, lost_peer=killed,
+            message=f"it {how}{_tail(_log_path(self.run, rank))}", summary=f"it {how}", exit_code=EXIT_FAILED, lost_peer=killed,
         )
 
 

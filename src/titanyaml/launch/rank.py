@@ -48,30 +48,43 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
         configure_logging(rank)
         config = dump.load(run.path / "config.yaml", run_id=options.run_id, run_dir=str(run.path))
-        code = perform(config, run)
+        code = perform(config, run, join(config))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must learn of it
         code = report(error, run, rank)
     leave(code)
 
 
-def perform(config: Config, run: RunDir) -> int:
-    """Join the group, call the runner, record its result on rank 0.
+def join(config: Config) -> Env:
+    """Enter the process group that the environment describes."""
+    from titanyaml.dist import env as environment
+
+    env = environment.Env.from_environ()
+    environment.start(env, timeout_s=config.launch.startup_timeout_s)
+    return env
+
+
+def leave_group(env: Env) -> None:
+    """Leave the process group together with all other ranks."""
+    from titanyaml.dist import env as environment
+
+    environment.stop(env)
+
+
+def perform(config: Config, run: RunDir, env: Env) -> int:
+    """Call the runner, leave the group, record the result on rank 0.
 
     Returns:
         EXIT_DONE or EXIT_PREEMPTED. Anything else is raised.
     """
     from titanyaml.config import build
-    from titanyaml.dist import env as environment
 
-    env = environment.Env.from_environ()
-    environment.start(env, timeout_s=config.launch.startup_timeout_s)
     try:
         result = build.locate(config.runner._target_)(config, run, env)
         record = {"state": "done", "exit_code": EXIT_DONE, **(result or {})}
     except Preempted as stop:
         # every rank agreed to stop and has saved: this is an orderly end, the group can be taken down
         record = {"state": "preempted", "exit_code": EXIT_PREEMPTED, "reason": stop.message}
-    environment.stop(env)
+    leave_group(env)
     _record(record, run, env)
     return record["exit_code"]
 

@@ -1,0 +1,59 @@
+"""The command line before Hydra reads it: flags anywhere, relative --config-path, errors in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser  # private; Hydra is bound below 1.4
+
+from titanyaml.errors import ConfigError
+
+_CONFIG_PATH = ("--config-path", "-cp")
+
+
+def prepare(arguments: list[str]) -> tuple[list[str], bool]:
+    """(flags first, then the overrides in their order, ``--config-path`` absolute; whether help is asked for).
+
+    Hydra 1.3 stops reading overrides at the first flag after one, and takes a relative path as inside the package.
+
+    Raises:
+        ConfigError: an unknown flag, or a flag without its value.
+    """
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(message, key="command line", hint=_hint(arguments))
+
+    parser.error = refuse
+    parsed = parser.parse_intermixed_args(arguments)
+    overrides = parsed.overrides
+    flags = list(arguments)
+    flags.reverse()
+    for override in reversed(overrides):
+        flags.remove(override)  # the last one: an earlier equal text may be the value of a flag
+    flags.reverse()
+    return [*_absolute(flags), *overrides], parsed.help or parsed.hydra_help
+
+
+def _hint(arguments: list[str]) -> str:
+    dashed = [argument.lstrip("-") for argument in arguments if argument.startswith("--") and "=" in argument]
+    wrong = [argument for argument in dashed if not argument.startswith("config-")]
+    if wrong:
+        return f"keys have no dashes: {' '.join(wrong)}"
+    return "--hydra-help lists the flags; keys are given as key=value"
+
+
+def _absolute(flags: list[str]) -> list[str]:
+    result = list(flags)
+    for i, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
+        if name in _CONFIG_PATH and equals:
+            result[i] = f"{name}={_absolute_path(value)}"
+        elif i and flags[i - 1] in _CONFIG_PATH:
+            result[i] = _absolute_path(flag)
+    return result
+
+
+def _absolute_path(path: str) -> str:
+    return path if "://" in path else str(Path(path).absolute())
