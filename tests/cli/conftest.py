@@ -27,7 +27,7 @@ Cli = Callable[..., subprocess.CompletedProcess]
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
-    """``cli("optim.lr=1", ...)`` runs ``python -m titanyaml`` to its end; ``stand_in=True`` trains with the stand-in."""
+    """``cli("optim.lr=1", ...)`` runs ``python -m titanyaml`` to its end; ``stand_in``: trains with the stand-in."""
 
     def run(
         *arguments: str, stand_in: bool = False, spy: bool = False, cwd: Path | None = None, **extra: str

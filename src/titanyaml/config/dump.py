@@ -2,7 +2,8 @@
 
 Two things stay expressions where all else is resolved: ``run.id`` and ``run.dir``, so that a replay is a new run in a
 new folder, and the plugin nodes that refer to a group (``ac: ${ac}``), so that an override of the group still reaches
-the plugin. A ``defaults`` list on top brings the schema and Hydra's own settings, which are not part of a run's identity.
+the plugin. A ``defaults`` list on top brings the schema and Hydra's own settings, which are not part of a run's
+identity.
 """
 
 from __future__ import annotations

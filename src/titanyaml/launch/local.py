@@ -230,8 +230,8 @@ class _Group:
         else:
             how = f"ended with exit code {code}"
         return Failure(
-            rank=rank, time=self.ended[rank], type="signal" if code < 0 else "exit", traceback="",
-            message=f"it {how}{_tail(_log_path(self.run, rank))}", summary=f"it {how}", exit_code=EXIT_FAILED, lost_peer=killed,
+            rank=rank, time=self.ended[rank], type="signal" if code < 0 else "exit", summary=f"it {how}", traceback="",
+            message=f"it {how}{_tail(_log_path(self.run, rank))}", exit_code=EXIT_FAILED, lost_peer=killed,
         )
 
 
