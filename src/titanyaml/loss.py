@@ -106,17 +106,17 @@ def chunked_cross_entropy(
     for start in range(0, hidden_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         hidden_CD, labels_C1, valid_C1 = hidden_ND[rows], labels_N[rows, None], valid_N[rows, None]
-        log_probs_CV = torch.log_softmax(hidden_CD @ weight_VD.t(), dim=-1, dtype=wide)
+        log_probs_CV = torch.log_softmax(_logits(hidden_CD, weight_VD, dtype=wide), dim=-1)
         label_log_probs_C1 = log_probs_CV.gather(1, labels_C1)
         loss -= label_log_probs_C1.where(valid_C1, 0).sum()
         if not (hidden_needs_grad or weight_needs_grad):
             continue
-        # d loss / d logits = softmax - one_hot(label), nothing for ignored tokens; overwrites the log-probabilities
-        grad_CV = log_probs_CV.exp_().scatter_(1, labels_C1, label_log_probs_C1.expm1()).mul_(valid_C1)
+        grad_CV = _logit_gradient(log_probs_CV, labels_C1, label_log_probs_C1, dtype=hidden_ND.dtype)
+        # ignored tokens are zeroed where rows are D wide, not V
         if hidden_needs_grad:
-            torch.mm(grad_CV.to(weight_VD.dtype), weight_VD, out=grad_hidden_ND[rows])
+            torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows]).mul_(valid_C1)
         if weight_needs_grad:
-            _add_outer(grad_weight_VD, grad_CV, hidden_CD)
+            _add_outer(grad_weight_VD, grad_CV, hidden_CD * valid_C1)
     return loss, grad_hidden_ND, grad_weight_VD
 
 
@@ -129,15 +129,33 @@ def _gradient_buffers(
     return hidden_ND.new_empty(hidden_shape), weight_VD.new_zeros(weight_shape, dtype=wide)
 
 
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """hidden_CD weight_VD^T in ``dtype``."""
+    if hidden_CD.is_cuda and hidden_CD.dtype != dtype:
+        # the product is formed in float32 anyway: written so, it is neither rounded nor cast by one more pass
+        return torch.mm(hidden_CD, weight_VD.t(), out_dtype=dtype)
+    return (hidden_CD @ weight_VD.t()).to(dtype)
+
+
+def _logit_gradient(
+    log_probs_CV: Tensor, labels_C1: Tensor, label_log_probs_C1: Tensor, *, dtype: torch.dtype
+) -> Tensor:
+    """softmax - one_hot(label) in ``dtype``; may overwrite log_probs_CV. One pass over it: memory traffic is the cost
+    of this loss beside its matrix products."""
+    same = log_probs_CV.dtype == dtype
+    grad_CV = torch.exp(log_probs_CV, out=log_probs_CV if same else torch.empty_like(log_probs_CV, dtype=dtype))
+    return grad_CV.scatter_(1, labels_C1, label_log_probs_C1.expm1().to(dtype))
+
+
 def _add_outer(sum_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
     """sum_VD += grad_CV^T hidden_CD in sum_VD's dtype."""
     if sum_VD.dtype == hidden_CD.dtype:
         sum_VD.addmm_(grad_CV.t(), hidden_CD)
     elif sum_VD.is_cuda:
         # tensor cores take 16-bit operands and add into the float32 sum in place
-        torch.addmm(sum_VD, grad_CV.to(hidden_CD.dtype).t(), hidden_CD, out_dtype=sum_VD.dtype, out=sum_VD)
+        torch.addmm(sum_VD, grad_CV.t(), hidden_CD, out_dtype=sum_VD.dtype, out=sum_VD)
     else:
-        sum_VD.addmm_(grad_CV.t(), hidden_CD.to(sum_VD.dtype))
+        sum_VD.addmm_(grad_CV.to(sum_VD.dtype).t(), hidden_CD.to(sum_VD.dtype))
 
 
 def _check_labels(labels_N: Tensor, *, vocab_size: int) -> None:

@@ -139,3 +139,21 @@ def test_the_whole_model_compiles_as_one_graph(backend: str) -> None:
 def test_too_long_a_sequence_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="train.seq_len"):
         build(BASE)(tokens(1, 65))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("masked", [False, True])
+def test_bf16_on_cuda_follows_float32_on_the_cpu(masked: bool) -> None:
+    spec = replace(SPECS["llama3_1"], document_mask=masked, init_std=0.05)
+    model, ids = build(spec), tokens(2, 33)
+    arguments = {"labels_BS": ids[:, 1:], "documents_BS": (torch.arange(32) // 10).expand(2, 32)}
+    wanted = model(ids[:, :-1], **arguments, loss_fn=CrossEntropy(8))
+    wanted.backward()
+    half = build(spec).to("cuda", torch.bfloat16)
+    half.init_buffers(torch.device("cuda"))
+    loss = half(ids[:, :-1].cuda(), **{k: v.cuda() for k, v in arguments.items()}, loss_fn=CrossEntropy(8))
+    loss.backward()
+    assert abs(loss.item() / wanted.item() - 1) < 2e-3
+    grads = dict(model.named_parameters())
+    assert max(relative(p.grad.cpu().float(), grads[n].grad) for n, p in half.named_parameters()) < 0.1

@@ -111,7 +111,7 @@ class Attention(nn.Module):
     def attend(self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None) -> Tensor:
         """Scaled dot-product attention: causal without a mask, else exactly what the mask allows."""
         if self.grouped and mask is not None:
-            # with a mask only the unfused kernel knows groups on CUDA, and it holds all scores
+            # with a mask only cuDNN's kernel knows groups; where it is missing, one that holds all scores would run
             group = q_BNSH.shape[1] // k_BKTH.shape[1]
             k_BKTH, v_BKTH = (t.repeat_interleave(group, dim=1) for t in (k_BKTH, v_BKTH))
         return F.scaled_dot_product_attention(
