@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from typing import Any
 
@@ -63,3 +64,9 @@ def look(config: Config, run: RunDir | None, env: Env) -> None:
     """Stands in for ``runner=check``."""
     assert run is None and env.world_size == 1
     print(f"looked at {config.model.name}")
+
+
+def leave_a_child(config: Config, run: RunDir, env: Env) -> None:
+    """Ends while a process that it has started goes on."""
+    child = subprocess.Popen(["sleep", "600"])
+    run.event("child", "left", pid=child.pid)

@@ -170,6 +170,13 @@ def test_kill_9_of_the_parent_leaves_no_rank_behind(make_run: MakeRun) -> None:
     assert run.claim() >= 3  # the folder is free at once
 
 
+def test_what_a_rank_left_behind_ends_with_it(make_run: MakeRun) -> None:
+    run = make_run(target="leave_a_child")
+    assert start(run, nproc=1).exit_code == 0
+    (child,) = [event["pid"] for event in events(run) if event["kind"] == "child"]
+    wait_for(lambda: not process_start(child), seconds=3)
+
+
 def test_a_rank_whose_launcher_is_gone_does_not_start(make_run: MakeRun) -> None:
     run = make_run()
     command = [sys.executable, "-m", "titanyaml.launch.rank", "--run-dir", str(run.path), "--run-id", "i",

@@ -185,12 +185,15 @@ class _Group:
 
     def _note_ended(self) -> None:
         for rank, process in enumerate(self.processes):
-            if rank not in self.ended and process.poll() is not None:
+            if rank not in self.ended and _has_ended(process):
                 self.ended[rank] = time.time()
+                # what it started and left behind; its number is not given to others before it is waited for
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
     def _signal(self, number: int) -> None:
-        for process in self.processes:
-            if process.poll() is None:
+        for rank, process in enumerate(self.processes):
+            if rank not in self.ended:
                 os.killpg(process.pid, number)
 
     def end(self) -> None:
@@ -233,6 +236,10 @@ class _Group:
             rank=rank, time=self.ended[rank], type="signal" if code < 0 else "exit", summary=f"it {how}", traceback="",
             message=f"it {how}{_tail(_log_path(self.run, rank))}", exit_code=EXIT_FAILED, lost_peer=killed,
         )
+
+
+def _has_ended(process: subprocess.Popen) -> bool:
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _log_path(run: RunDir, rank: int) -> Path:
