@@ -6,7 +6,7 @@ import math
 import re
 
 from titanyaml.config import schema
-from titanyaml.errors import ConfigError, Problem
+from titanyaml.errors import ConfigError
 
 #: Axes whose product is the number of ranks, outermost first; ``ep`` reuses dp_shard*cp*tp.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -52,11 +52,6 @@ def mesh_product(parallel: schema.Parallel) -> int | None:
     return None if -1 in sizes else math.prod(sizes)
 
 
-def derived_axes(parallel: schema.Parallel) -> list[str]:
-    """Axes whose degree is -1."""
-    return [axis for axis in AXES if getattr(parallel, axis) == -1]
-
-
 def resolve_degrees(parallel: schema.Parallel, *, world_size: int | None) -> dict[str, int]:
     """All six degrees with the -1 derived.
 
@@ -68,29 +63,29 @@ def resolve_degrees(parallel: schema.Parallel, *, world_size: int | None) -> dic
         ConfigError: more than one -1, or no degrees give this number of ranks.
     """
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
-    derived = derived_axes(parallel)
+    derived = [axis for axis in AXES if degrees[axis] == -1]
     if len(derived) > 1:
-        names = ", ".join(f"parallel.{axis}" for axis in derived)
-        raise ConfigError(f"{names} are all -1; only one can be derived", key=f"parallel.{derived[1]}",
-                          hint=" ".join(f"parallel.{axis}=1" for axis in derived[1:]))
+        names = " and ".join(f"parallel.{axis}" for axis in derived)
+        raise ConfigError(f"{names} are -1; only one can be derived", key=f"parallel.{derived[0]}",
+                          hint=" ".join(f"parallel.{axis}=1" for axis in derived if axis != "dp_shard"))
     fixed = math.prod(degrees[axis] for axis in MESH_AXES if degrees[axis] != -1)
     spelled = "*".join(f"{axis}({degrees[axis]})" for axis in MESH_AXES if degrees[axis] not in (1, -1)) or "1"
     if derived == ["ep"]:
         degrees["ep"] = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
     elif derived:
-        if world_size is None:
-            raise ConfigError("is -1, and the number of ranks is unknown", key=f"parallel.{derived[0]}",
-                              hint="give the degree, or launch.nproc=<ranks>")
-        if world_size % fixed:
-            raise ConfigError([Problem(
-                f"parallel.{derived[0]}", f"is -1, but {world_size} ranks cannot be divided by {spelled} = {fixed}",
-                allowed=f"a number of ranks that {fixed} divides",
-                hint=f"launch.nproc={max(fixed, world_size // fixed * fixed)} or {(world_size // fixed + 1) * fixed}",
-            )])
-        degrees[derived[0]] = world_size // fixed
-    if world_size is not None and math.prod(degrees[axis] for axis in MESH_AXES) != world_size:
-        raise ConfigError([Problem(
-            "parallel", f"the mesh {spelled} needs {fixed} ranks, but {world_size} are started",
-            allowed=f"launch.nproc={fixed}, or one degree -1", hint="parallel=auto, or launch.nproc=null",
-        )])
+        degrees[derived[0]] = _derived(f"parallel.{derived[0]}", world_size, fixed, spelled)
+    product = math.prod(degrees[axis] for axis in MESH_AXES)
+    if world_size not in (None, product):
+        raise ConfigError(f"the mesh {spelled} needs {product} ranks, but {world_size} are started", key="parallel",
+                          hint=f"launch.nproc={product} or parallel=auto")
     return degrees
+
+
+def _derived(key: str, world_size: int | None, fixed: int, spelled: str) -> int:
+    if world_size is None:
+        raise ConfigError("is -1, and the number of ranks is unknown", key=key, hint="launch.nproc=<ranks>")
+    if world_size % fixed:
+        legal = [count for count in (world_size // fixed * fixed, (world_size // fixed + 1) * fixed) if count]
+        raise ConfigError(f"is -1, but {world_size} ranks cannot be divided by {spelled} = {fixed}", key=key,
+                          hint=" or ".join(f"launch.nproc={count}" for count in legal))
+    return world_size // fixed

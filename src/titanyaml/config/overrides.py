@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -57,7 +57,7 @@ def check_overrides(overrides: list[str], *, loader: Any, multirun: bool) -> Typ
         if problem is None and override.is_sweep_override() and not multirun:
             problem = _unasked_sweep(override)
         if problem is not None:
-            typed.problems.append(problem)
+            typed.problems.append(replace(problem, where=f"override {text!r}"))
             typed.doubtful.add(key)
             continue
         if key in LATE_GROUPS and not loader.is_group(key):
@@ -108,12 +108,10 @@ def _check_group(override: Override, loader: Any) -> Problem | None:
     value = override.value()
     if override.is_delete():
         return None
-    ours = group in keys_of(schema.Config) or group == "experiment"  # plugin takes several, and +plugin too
-    if ours and (override.is_add() or override.is_force_add()):
-        return Problem(group, f"{override.input_line!r}: the group has an option already",
-                       hint=f"{group}={spell(value)}")
+    if override.is_force_add():
+        return Problem(group, f"{override.input_line!r}: ++ is for keys", hint=f"{group}={spell(value)}")
     several = isinstance(value, list)
-    if several and ours:
+    if several and group != "plugin":
         return Problem(group, f"{spell(value)}: one option at a time", allowed=", ".join(loader.options(group)),
                        hint=f"{group}={value[0]}" if value else "")
     for option in value if several else [value]:

@@ -116,6 +116,8 @@ def _translate(error: Exception, typed: Typed, loader: Any) -> tuple[Problem, st
         key, option = missing.groups()
         near = nearest(option, loader.options(key))
         words, hint = f"there is no option {option!r}", f"override /{key}: {near[0]}" if near else ""
+    elif culprit and culprit.startswith("+") and re.search("Multiple values for|more than once", words):
+        words, hint = "the group has an option already", culprit[1:]
     elif "Multiple values for" in words or re.search(r"@experiment\.|'experiment/[^']*'\. No match", words):
         hint = EXPERIMENT_FORM
     elif "Unsupported item value in defaults" in words:
@@ -139,6 +141,10 @@ def _culprit(error: Exception, typed: Typed) -> str | None:
         key, _, value = text.lstrip("+").partition("=")
         if value and re.search(rf"(^|/){re.escape(f'{key}/{value}')}(\.yaml)?($| )", place):
             return text
+    if again := re.match(r"Multiple values for ([\w-]+)|([\w-]+) appears more than once", texts[0]):
+        group = again[1] or again[2]
+        added = [text for text in typed.kept if text.startswith(f"+{group}=")]
+        return (added or [text for text in typed.kept if text.startswith("experiment=")] or [None])[0]
     if not place:
         for text in reversed(typed.kept):
             key = text.lstrip("+~").partition("=")[0]

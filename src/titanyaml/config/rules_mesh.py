@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from titanyaml.config.degrees import AXES, BUILT_AXES
@@ -85,3 +86,31 @@ def sample_runs_alone(c: Any) -> Problem | None:
         return None
     return Problem("parallel", f"runner=sample runs on one rank, not {world_size(c)}",
                    hint="parallel=single" + (" launch.nproc=1" if c.launch.nproc else ""))
+
+
+def num_parameters(model: Any) -> int:
+    """Parameters of the decoder, a tied weight counted once; norms and biases are left out (below 0.1 %)."""
+    head_dim = model.head_dim or model.dim // model.num_heads
+    attention = 2 * model.dim * head_dim * (model.num_heads + model.num_kv_heads)
+    block = attention + 3 * model.dim * model.ffn_dim
+    return model.num_layers * block + model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
+
+
+@rule("model", "parallel", "hardware.memory_gib", "runner.name", "train.param_dtype")
+def state_fits_memory(c: Any) -> Problem | None:
+    """A lower bound: master weights, their gradients and the two moments; activations come on top."""
+    fixed, derived = fixed_product(c.parallel)
+    if c.hardware.memory_gib is None or c.runner.name not in ("train", "check") or fixed < 1:
+        return None
+    ranks = world_size(c) if derived else fixed
+    if ranks is None or derived == "dp_replicate" or ranks % fixed:
+        return None  # unknown, or another rule speaks
+    shards = ranks // c.parallel.dp_replicate
+    total = 4 * (8 if c.train.param_dtype == "float64" else 4) * num_parameters(c.model) / 2**30
+    if total / shards <= c.hardware.memory_gib:
+        return None
+    enough = 2 ** math.ceil(math.log2(total / c.hardware.memory_gib))
+    return Problem("hardware.memory_gib", f"is {c.hardware.memory_gib:g}, but weights, gradients and moments alone "
+                   f"need {total / shards:.1f} GiB on each of {shards} shard{'s' * (shards > 1)}",
+                   allowed=f"{math.ceil(total / c.hardware.memory_gib)} shards or more",
+                   hint=f"parallel=fsdp{enough}" + (" launch.nproc=null" if c.launch.nproc else ""))

@@ -1,0 +1,62 @@
+"""One loader for all tests of a session: making one costs as much as composing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from titanyaml.config import hydra_hook
+from titanyaml.config.report import Report, compose_report
+from titanyaml.errors import Problem
+
+
+@pytest.fixture(scope="session")
+def loader() -> hydra_hook.Loader:
+    return hydra_hook.main_loader()
+
+
+@pytest.fixture
+def report(loader: hydra_hook.Loader) -> Callable[..., Report]:
+    """``report("optim.lrr=1")``: the shipped configuration with these overrides."""
+
+    def composed(*overrides: str, multirun: bool = False) -> Report:
+        return compose_report(list(overrides), loader=loader, multirun=multirun)
+
+    return composed
+
+
+@pytest.fixture
+def refused(report: Callable[..., Report]) -> Callable[..., dict[str, Problem]]:
+    """Problems by key; a key twice is an error of the test's."""
+
+    def problems(*overrides: str, multirun: bool = False) -> dict[str, Problem]:
+        found = report(*overrides, multirun=multirun).problems
+        by_key = {problem.key: problem for problem in found}
+        assert len(by_key) == len(found), found
+        return by_key
+
+    return problems
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Callable[..., Report]:
+    """``mine({"experiment/x.yaml": text}, "experiment=x")``: with a folder of the user's own."""
+
+    def composed(files: dict[str, str], *overrides: str, multirun: bool = False) -> Report:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return compose_report(list(overrides), config_dir=str(tmp_path), multirun=multirun)
+
+    return composed
+
+
+@pytest.fixture
+def hooked() -> Iterator[None]:
+    """Hydra composes through the report, as in the command line."""
+    hydra_hook.install()
+    yield
+    hydra_hook.uninstall()

@@ -1,0 +1,175 @@
+"""Each rule of the table: what breaks it, what it says, and that every way out it names is accepted."""
+
+from __future__ import annotations
+
+import shlex
+from importlib import util
+
+import pytest
+
+from titanyaml import machine
+from titanyaml.config import rules, rules_data
+from titanyaml.config.view import Unknown, View
+
+BYTES = ["tokenizer=bytes", "tracker=none"]
+
+#: rule: (overrides that break it, what it says).
+CASES = {
+    "kv_heads_divide_heads": (["model.num_heads=8", "model.num_kv_heads=3"], "is 3, which does not divide"),
+    "head_dim_is_even": (["model.dim=260", "model.num_heads=8"], "a width of 32.5"),
+    "rope_bands_are_ordered": (["model=llama3_8b", "model.rope_scaling.low_freq_factor=8"], "not above low_freq_factor=8"),
+    "sequence_fits_model": (["train.seq_len=513"], "is 513, longer than model.max_seq_len=512"),
+    "recompute_reaches_a_block": (["ac=selective_layer", "ac.every=5"], "is 5, but the model has 4 blocks"),
+    "degrees_are_sizes": (["parallel=single", "parallel.dp_shard=0"], "is 0"),
+    "axes_are_built": (["parallel=fsdp2_tp2_cp2"], "cp=2, tp=2: not built yet"),
+    "one_degree_is_derived": (["parallel=auto", "parallel.dp_replicate=-1"], "dp_replicate and dp_shard are -1"),
+    "mesh_fits_ranks": (["parallel=fsdp4", "launch.nproc=3"], "the mesh needs 4 ranks, but 3 are started"),
+    "global_batch_is_whole": (["parallel=hsdp2x2", "train.local_batch=3", "train.global_batch=30"],
+                              "is 30, not a multiple of train.local_batch=3 * 4 data ranks"),
+    "sample_runs_alone": (["runner=sample", "runner.checkpoint=.", "parallel=fsdp2", "launch.nproc=2"], "not 2"),
+    "state_fits_memory": (["model=llama3_8b", "hardware=h100_sxm", "parallel=single"], "need 119.7 GiB on each of 1 shard"),
+    "schedule_fits_steps": (["schedule=wsd", "schedule.warmup_steps=9", "schedule.decay_steps=4", "train.steps=10"],
+                            "warm-up of 9 steps and decay of 4 do not fit into train.steps=10"),
+    "wsd_decays": (["schedule=wsd", "schedule.decay_steps=0"], "wsd without decay is constant"),
+    "float64_is_everywhere": (["train.param_dtype=float64"], "is auto, but train.param_dtype is float64"),
+    "reduction_is_as_wide_as_compute": (["train.reduce_dtype=bfloat16", "train.compute_dtype=float32"], "may round"),
+    "group_patterns_compile": (["optim.groups=[{pattern: 'a('}]"], "no regular expression"),
+    "names_are_folders": (["run.name=a/b"], "is 'a/b', which is no name for a folder"),
+    "resume_path_exists": (["checkpoint.resume=no/such/folder"], "'no/such/folder' does not exist"),
+    "runner_has_a_checkpoint": (["runner=eval"], "is required: runner=eval reads a model from it"),
+    "vocabulary_fits_model": (["tokenizer=sentencepiece", "tokenizer.vocab_size=5000"], "is 4096, fewer than the 5000 ids"),
+    "trained_vocabulary_has_a_size": (["tokenizer=sentencepiece", "tokenizer.vocab_size=null"], "is null"),
+    "hf_tokenizer_has_a_file": (["tokenizer=hf"], "tokenizer=hf reads a file"),
+    "files_have_paths": (["data=files"], "is empty"),
+    "dataset_has_a_name": (["data=hf"], "data=hf reads a dataset"),
+    "stream_keeps_its_order": (["data=c4", "data.shuffle=true"], "a stream is read in its own order"),
+    "aim_is_installed": (["tracker=aim"], "needs the package 'aim'; it is not installed"),
+    "datasets_is_installed": (["data=hf", "data.dataset=x"], "needs the package 'datasets'"),
+    "sentencepiece_is_installed": (["tokenizer=sentencepiece"], "needs the package 'sentencepiece'"),
+    "tokenizers_is_installed": (["tokenizer=hf", "tokenizer.path=tokenizer.json"], "needs the package 'tokenizers'"),
+}
+RULES = {rule.name: rule for rule in rules.RULES}
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(CASES) == set(RULES)
+    assert len(RULES) == len(rules.RULES), "two rules of one name"
+
+
+@pytest.fixture
+def ask(compose, monkeypatch):
+    """The problem of one rule under overrides; this machine has no GPU and, for *_is_installed, no optional package."""
+    monkeypatch.setattr(machine, "gpus", lambda: [])
+
+    def asked(name: str, overrides: list[str]):
+        with monkeypatch.context() as patch:
+            if name.endswith("_is_installed"):
+                patch.setattr(rules_data, "find_spec", lambda package: None)
+            cfg = compose(*overrides)
+            return RULES[name].check(View(rules.inspect(cfg).values))
+
+    return asked
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule(ask, name: str) -> None:
+    overrides, text = CASES[name]
+    base = [] if any(one.startswith(("tokenizer", "tracker", "data")) for one in overrides) else BYTES
+    problem = ask(name, base + overrides)
+    assert problem is not None
+    assert text in problem.message
+    assert any(problem.key == key or problem.key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{problem.key}.")
+               for key in RULES[name].keys), "a rule speaks of a key that it reads"
+    ways = [way for way in problem.hint.split(" or ") if way and "<" not in way]
+    for way in ways:
+        if not way.startswith("pip install"):
+            assert ask(name, base + overrides + shlex.split(way)) is None, way
+    assert ways or name in ("runner_has_a_checkpoint", "group_patterns_compile")
+
+
+def test_the_shipped_default_keeps_every_rule(compose) -> None:
+    view = View(rules.inspect(compose()).values)
+    assert [rule.name for rule in rules.RULES if rule.check(view) is not None] == []
+
+
+@pytest.mark.parametrize(("overrides", "hint"), [
+    (["model.num_heads=12", "model.num_kv_heads=5"], "model.num_kv_heads=4 or model.num_kv_heads=6"),
+    (["model.num_heads=8", "model.num_kv_heads=16"], "model.num_kv_heads=8"),
+])
+def test_nearest_kv_heads_on_both_sides(ask, overrides: list[str], hint: str) -> None:
+    assert ask("kv_heads_divide_heads", overrides).hint == hint
+
+
+@pytest.mark.parametrize(("overrides", "hint"), [
+    (["train.global_batch=7", "train.local_batch=2"], "train.global_batch=6 or train.global_batch=8"),
+    (["train.global_batch=3", "train.local_batch=2", "parallel=fsdp2"], "train.global_batch=4"),
+    (["train.global_batch=9", "launch.nproc=4"], "train.global_batch=8 or train.global_batch=12"),  # dp_shard derived
+])
+def test_nearest_batches(ask, overrides: list[str], hint: str) -> None:
+    assert ask("global_batch_is_whole", overrides).hint == hint
+
+
+def test_derived_degree_takes_only_multiples(ask) -> None:
+    overrides = ["parallel=auto", "parallel.dp_replicate=4", "launch.nproc=6"]
+    problem = ask("mesh_fits_ranks", overrides)
+    assert problem.key == "parallel.dp_shard"
+    assert problem.hint == "launch.nproc=4 or launch.nproc=8"
+    for way in problem.hint.split(" or "):
+        assert ask("mesh_fits_ranks", [*overrides, way]) is None
+
+
+def test_a_mesh_without_nproc_brings_its_own_ranks(ask) -> None:
+    assert ask("mesh_fits_ranks", ["parallel=hsdp2x4"]) is None
+
+
+def test_torchrun_gives_the_ranks(ask, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    problem = ask("mesh_fits_ranks", ["launch=external", "parallel=fsdp2"])
+    assert problem.message == "the mesh needs 2 ranks, but 3 are started"
+    assert problem.hint == "parallel=auto"
+    monkeypatch.delenv("WORLD_SIZE")
+    assert ask("mesh_fits_ranks", ["launch=external", "parallel=fsdp2"]) is None
+
+
+@pytest.mark.parametrize(("compute", "param", "reduced", "legal"), [
+    ("float64", "float64", "float64", True), ("auto", "float32", "float32", True), ("float32", "float32", "float32", True),
+    ("bfloat16", "float32", "bfloat16", True), ("bfloat16", "float32", "float32", True),
+    ("float64", "float32", "float32", False), ("float64", "float64", "float32", False),
+    ("float32", "float32", "float64", False), ("auto", "float32", "bfloat16", False),
+])
+def test_dtype_combinations(ask, compute: str, param: str, reduced: str, legal: bool) -> None:
+    overrides = [f"train.compute_dtype={compute}", f"train.param_dtype={param}", f"train.reduce_dtype={reduced}"]
+    found = [ask("float64_is_everywhere", overrides), ask("reduction_is_as_wide_as_compute", overrides)]
+    assert (found == [None, None]) is legal
+
+
+def test_byte_vocabulary_is_the_tokenizers() -> None:
+    from titanyaml.tokenizer.byte import ByteTokenizer
+
+    assert rules_data.BYTE_VOCABULARY == ByteTokenizer().vocab_size
+
+
+@pytest.mark.parametrize("row", rules_data.PACKAGES, ids=lambda row: row[2])
+def test_packages_are_installed_by_setup(row: tuple) -> None:
+    assert util.find_spec(row[2]) is not None
+
+
+def test_all_rules_are_asked_and_collected(compose) -> None:
+    found = rules.check_rules(compose(*BYTES, "model.num_kv_heads=3", "train.seq_len=600", "schedule=wsd",
+                                      "schedule.decay_steps=300"))
+    assert [problem.key for problem in found] == ["model.num_kv_heads", "train.seq_len", "schedule.warmup_steps"]
+
+
+def test_a_rule_is_not_asked_about_a_key_that_is_wrong_itself(compose) -> None:
+    values = rules.inspect(compose(*BYTES, "model.num_kv_heads=3")).values
+    del values["model"]["num_heads"]
+    with pytest.raises(Unknown):
+        RULES["kv_heads_divide_heads"].check(View(values))
+    assert rules.check_rules(values) == []
+
+
+def test_parameter_count_is_the_published_one(compose) -> None:
+    from titanyaml.config.rules_mesh import num_parameters
+
+    assert num_parameters(compose("model=llama3_8b").model) == pytest.approx(8_030_261_248, rel=1e-3)
+    assert num_parameters(compose("model=llama3_1b").model) == pytest.approx(1_235_814_400, rel=1e-3)
