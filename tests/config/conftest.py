@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from titanyaml.config import hydra_hook
+from titanyaml.config import hydra_hook, store
 from titanyaml.config.report import Report, compose_report
 from titanyaml.errors import Problem
+
+
+@pytest.fixture(scope="session", autouse=True)
+def registered() -> None:
+    store.register()
 
 
 @pytest.fixture(scope="session")

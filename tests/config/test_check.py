@@ -100,7 +100,7 @@ def test_values_that_are_taken(inspect, key: str, value, got) -> None:
     ("schedule.kind", "cosin", "cosine, linear, wsd, constant", "schedule.kind=cosine"),
     ("optim", 3, "a section with name, lr, beta1, beta2, eps, weight_decay, implementation, groups", ""),
     ("optim", None, "a section", ""),
-    ("optim.groups", {"a": 1}, "a list of sections", "optim.groups=[{'a': 1}]"),
+    ("optim.groups", 3, "a list of sections", "optim.groups=[3]"),
     ("user", 3, "a mapping of names to values", ""),
 ])
 def test_values_that_are_refused(one, key: str, value, allowed: str, hint: str) -> None:
@@ -170,7 +170,8 @@ def test_text_that_would_come_alive_is_refused(inspect) -> None:
     ({"data.max_files": 3, "data.kind": "synthetic"}, "data.max_files",
      "data.max_files=null or data.kind=stdlib or data.kind=files"),
     ({"runner.prompt": "x"}, "runner.prompt", "runner.prompt=def  or runner.name=sample"),
-    ({"tokenizer.vocab_size": 300}, "tokenizer.vocab_size", "tokenizer.vocab_size=null or tokenizer.kind=sentencepiece"),
+    ({"tokenizer.vocab_size": 300}, "tokenizer.vocab_size",
+     "tokenizer.vocab_size=null or tokenizer.kind=sentencepiece"),
 ])
 def test_a_key_that_nothing_reads_is_refused(inspect, values: dict, key: str, hint: str) -> None:
     problem, = inspect(values).problems

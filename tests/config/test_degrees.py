@@ -27,8 +27,8 @@ def test_mesh_names(name: str, degrees: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "", "fsdp", "fsdp0", "fsdp02", "fsdp-1", "fsdp2_fsdp4", "hsdp2x2_fsdp4", "ddp2_hsdp2x2", "hsdp2", "fsdp2x2", "tp2x2",
-    "fsdp2__tp2", "fsdp2_", "_fsdp2", "FSDP2", "xp2", "fsdp2 tp2", "single", "auto", "2", "fsdp2_tp2_tp2",
+    "", "fsdp", "fsdp0", "fsdp02", "fsdp-1", "fsdp2_fsdp4", "hsdp2x2_fsdp4", "ddp2_hsdp2x2", "hsdp2", "fsdp2x2",
+    "tp2x2", "fsdp2__tp2", "fsdp2_", "_fsdp2", "FSDP2", "xp2", "fsdp2 tp2", "single", "auto", "2", "fsdp2_tp2_tp2",
 ])
 def test_no_mesh_names(name: str) -> None:
     assert parse_mesh_name(name) is None
@@ -63,7 +63,8 @@ def test_fixed_degrees_need_no_world_size() -> None:
 @pytest.mark.parametrize(("parallel", "world_size", "text", "hint"), [
     (schema.Parallel(dp_shard=-1, tp=-1), 8, "only one can be derived", "parallel.tp=1"),
     (schema.Parallel(dp_shard=-1), None, "the number of ranks is unknown", ""),
-    (schema.Parallel(dp_shard=-1, tp=4), 6, "6 ranks cannot be divided by tp(4) = 4", "launch.nproc=4 or launch.nproc=8"),
+    (schema.Parallel(dp_shard=-1, tp=4), 6, "6 ranks cannot be divided by tp(4) = 4",
+     "launch.nproc=4 or launch.nproc=8"),
     (schema.Parallel(dp_shard=-1, tp=4), 3, "3 ranks cannot be divided by tp(4) = 4", "launch.nproc=4"),
     (schema.Parallel(dp_shard=4), 2, "dp_shard(4) needs 4 ranks, but 2 are started", "launch.nproc=4 or parallel=auto"),
 ])

@@ -17,7 +17,8 @@ BYTES = ["tokenizer=bytes", "tracker=none"]
 CASES = {
     "kv_heads_divide_heads": (["model.num_heads=8", "model.num_kv_heads=3"], "is 3, which does not divide"),
     "head_dim_is_even": (["model.dim=260", "model.num_heads=8"], "a width of 32.5"),
-    "rope_bands_are_ordered": (["model=llama3_8b", "model.rope_scaling.low_freq_factor=8"], "not above low_freq_factor=8"),
+    "rope_bands_are_ordered": (["model=llama3_8b", "model.rope_scaling.low_freq_factor=8"],
+                               "not above low_freq_factor=8"),
     "sequence_fits_model": (["train.seq_len=513"], "is 513, longer than model.max_seq_len=512"),
     "recompute_reaches_a_block": (["ac=selective_layer", "ac.every=5"], "is 5, but the model has 4 blocks"),
     "degrees_are_sizes": (["parallel=single", "parallel.dp_shard=0"], "is 0"),
@@ -27,7 +28,8 @@ CASES = {
     "global_batch_is_whole": (["parallel=hsdp2x2", "train.local_batch=3", "train.global_batch=30"],
                               "is 30, not a multiple of train.local_batch=3 * 4 data ranks"),
     "sample_runs_alone": (["runner=sample", "runner.checkpoint=.", "parallel=fsdp2", "launch.nproc=2"], "not 2"),
-    "state_fits_memory": (["model=llama3_8b", "hardware=h100_sxm", "parallel=single"], "need 119.7 GiB on each of 1 shard"),
+    "state_fits_memory": (["model=llama3_8b", "hardware=h100_sxm", "parallel=single"],
+                          "need 119.7 GiB on each of 1 shard"),
     "schedule_fits_steps": (["schedule=wsd", "schedule.warmup_steps=9", "schedule.decay_steps=4", "train.steps=10"],
                             "warm-up of 9 steps and decay of 4 do not fit into train.steps=10"),
     "wsd_decays": (["schedule=wsd", "schedule.decay_steps=0"], "wsd without decay is constant"),
@@ -37,7 +39,8 @@ CASES = {
     "names_are_folders": (["run.name=a/b"], "is 'a/b', which is no name for a folder"),
     "resume_path_exists": (["checkpoint.resume=no/such/folder"], "'no/such/folder' does not exist"),
     "runner_has_a_checkpoint": (["runner=eval"], "is required: runner=eval reads a model from it"),
-    "vocabulary_fits_model": (["tokenizer=sentencepiece", "tokenizer.vocab_size=5000"], "is 4096, fewer than the 5000 ids"),
+    "vocabulary_fits_model": (["tokenizer=sentencepiece", "tokenizer.vocab_size=5000"],
+                              "is 4096, fewer than the 5000 ids"),
     "trained_vocabulary_has_a_size": (["tokenizer=sentencepiece", "tokenizer.vocab_size=null"], "is null"),
     "hf_tokenizer_has_a_file": (["tokenizer=hf"], "tokenizer=hf reads a file"),
     "files_have_paths": (["data=files"], "is empty"),
@@ -132,8 +135,9 @@ def test_torchrun_gives_the_ranks(ask, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("compute", "param", "reduced", "legal"), [
-    ("float64", "float64", "float64", True), ("auto", "float32", "float32", True), ("float32", "float32", "float32", True),
-    ("bfloat16", "float32", "bfloat16", True), ("bfloat16", "float32", "float32", True),
+    ("float64", "float64", "float64", True), ("auto", "float32", "float32", True),
+    ("float32", "float32", "float32", True), ("bfloat16", "float32", "bfloat16", True),
+    ("bfloat16", "float32", "float32", True),
     ("float64", "float32", "float32", False), ("float64", "float64", "float32", False),
     ("float32", "float32", "float64", False), ("auto", "float32", "bfloat16", False),
 ])
@@ -146,7 +150,7 @@ def test_dtype_combinations(ask, compute: str, param: str, reduced: str, legal: 
 def test_byte_vocabulary_is_the_tokenizers() -> None:
     from titanyaml.tokenizer.byte import ByteTokenizer
 
-    assert rules_data.BYTE_VOCABULARY == ByteTokenizer().vocab_size
+    assert ByteTokenizer().vocab_size == rules_data.BYTE_VOCABULARY
 
 
 @pytest.mark.parametrize("row", rules_data.PACKAGES, ids=lambda row: row[2])

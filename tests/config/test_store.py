@@ -39,8 +39,8 @@ def test_jobs_of_hydra_log_nothing_to_files(compose) -> None:
     assert hydra.output_subdir is None
 
 
-MODULES = ["build", "check", "degrees", "hydra_hook", "kinds", "nearest", "origins", "overrides", "plugin_nodes", "ranks",
-           "report", "resolvers", "rules", "schema", "search", "store", "targets", "view"]
+MODULES = ["build", "check", "degrees", "hydra_hook", "kinds", "nearest", "origins", "overrides", "plugin_nodes",
+           "ranks", "report", "resolvers", "rules", "schema", "search", "store", "targets", "view"]
 
 
 def test_no_module_and_no_check_imports_torch() -> None:

@@ -144,11 +144,12 @@ class _Walk:
         converted = to_kind(key.kind, value)
         if converted is BAD:
             return self.refuse(path, f"is {value!r}", allowed=describe(key), hint=kind_hint(key, value, path))
-        return self.in_range(key, converted, path)
+        return self.in_range(key, converted, path, value)
 
     def items(self, key: Key, value: Any, node: DictConfig, path: str) -> Any:
         if not isinstance(value, list):
-            return self.refuse(path, f"is {value!r}", allowed=describe(key), hint=f"{path}=[{value}]")
+            hint = "" if isinstance(value, dict) else f"{path}=[{spell(value)}]"
+            return self.refuse(path, f"is {value!r}", allowed=describe(key), hint=hint)
         inner = node[key.name]
         results = []
         for index, item in enumerate(value):
@@ -247,18 +248,18 @@ class _Walk:
             if not any(target in self.tree.bad - failed or target in failed - {problem.key} for target in targets):
                 self.tree.problems.append(problem)
 
-    def in_range(self, key: Key, value: Any, path: str) -> Any:
+    def in_range(self, key: Key, value: Any, path: str, written: Any) -> Any:
         choices = key.rules.get("choices")
         if choices and value not in choices:
             near = nearest(str(value), map(str, choices))
-            return self.refuse(path, f"is {value!r}", allowed=describe(key), hint=f"{path}={near[0]}" if near else "")
+            return self.refuse(path, f"is {written!r}", allowed=describe(key), hint=f"{path}={near[0]}" if near else "")
         low, high = key.rules.get("low"), key.rules.get("high")
         above, below = key.rules.get("above"), key.rules.get("below")
         if low is not None and value < low or high is not None and value > high:
-            return self.refuse(path, f"is {value!r}", allowed=describe(key),
+            return self.refuse(path, f"is {written!r}", allowed=describe(key),
                                hint=f"{path}={low if low is not None and value < low else high}")
         if above is not None and value <= above or below is not None and value >= below:
-            return self.refuse(path, f"is {value!r}", allowed=describe(key))
+            return self.refuse(path, f"is {written!r}", allowed=describe(key))
         return value
 
     def check_when(self, keys: dict[str, Key], values: dict, literal: dict, path: str) -> None:

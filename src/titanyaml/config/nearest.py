@@ -83,13 +83,18 @@ def nearest(name: str, names: Iterable[str], *, count: int = 1) -> list[str]:
 def nearest_key(dotted: str) -> str:
     """The schema's key that was probably meant, "" where nothing is near.
 
-    First a similar name in the same section, then the same name in another section, then the most similar dotted key.
+    First a similar name in the same section, then the same name in the section that was probably meant, then the same
+    name anywhere (without a section: at once), then the most similar dotted key.
     """
     parent, _, leaf = dotted.rpartition(".")
     prefix = f"{parent}." if parent else ""
     known = schema_keys()
+    elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
+    if not parent and elsewhere:
+        return elsewhere[0]
     siblings = [key for key in known if key.startswith(prefix) and "." not in key[len(prefix):]]
     if near := nearest(leaf, [key[len(prefix):] for key in siblings]):
         return prefix + near[0]
-    elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
+    if parent and parent not in known and (inside := f"{nearest_key(parent)}.{leaf}") in known:
+        return inside
     return (elsewhere or nearest(dotted, known) or [""])[0]

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 
 from titanyaml.config import schema
 from titanyaml.config.kinds import spell
-from titanyaml.config.nearest import find_key, keys_of, nearest, nearest_key
+from titanyaml.config.nearest import find_key, keys_of, nearest, nearest_key, schema_keys
 from titanyaml.errors import Problem
 
 #: Groups without a section; there may be no option of them at all.
@@ -25,7 +25,7 @@ class Typed:
     Args:
         kept: those that Hydra can be given. problems: of the others.
         keys: (dotted key or group, what was typed) of those kept, in order. swept: keys with several values.
-        doubtful: sections whose option was refused: nothing is known of their values.
+        doubtful: keys, and sections whose option was refused: nothing is known of their values.
     """
 
     kept: list[str] = field(default_factory=list)
@@ -33,6 +33,11 @@ class Typed:
     keys: list[tuple[str, str]] = field(default_factory=list)
     swept: set[str] = field(default_factory=set)
     doubtful: set[str] = field(default_factory=set)
+
+    def refuse(self, text: str, problem: Problem) -> None:
+        """Record why an override cannot be used."""
+        self.problems.append(replace(problem, where=f"override {text!r}"))
+        self.doubtful.add(problem.key)
 
 
 def check_overrides(overrides: list[str], *, loader: Any, multirun: bool) -> Typed:
@@ -47,7 +52,7 @@ def check_overrides(overrides: list[str], *, loader: Any, multirun: bool) -> Typ
         try:
             override = loader.parse(text)
         except HydraException as error:
-            typed.problems.append(_unreadable(text, error))
+            typed.refuse(text, _unreadable(text, error))
             continue
         key = override.key_or_group
         is_group = (loader.is_group(key) or key in LATE_GROUPS) and not isinstance(override.value(), dict)
@@ -57,8 +62,7 @@ def check_overrides(overrides: list[str], *, loader: Any, multirun: bool) -> Typ
         if problem is None and override.is_sweep_override() and not multirun:
             problem = _unasked_sweep(override)
         if problem is not None:
-            typed.problems.append(replace(problem, where=f"override {text!r}"))
-            typed.doubtful.add(key)
+            typed.refuse(text, problem)
             continue
         if key in LATE_GROUPS and not loader.is_group(key):
             continue  # plugin=[] where no plugin is installed
@@ -195,4 +199,5 @@ def _check_plugin_key(name: str, value: str, override: Override) -> Problem | No
 
 def _near_group(name: str, loader: Any) -> str:
     groups = {*keys_of(schema.Config), *loader.groups()} - {"hydra"}
-    return (nearest(name, groups) or [nearest_key(name)])[0]
+    return next((key for key in schema_keys() if key.endswith(f".{name}")), "") or (
+        nearest(name, groups) or [nearest_key(name)])[0]

@@ -55,7 +55,7 @@ def _check_reserved(node: dict[str, Any], key: str) -> list[Problem]:
     known = keys_of(schema.PluginNode)
     problems = []
     for name, value in node.items():
-        if not str(name).startswith("_"):
+        if not str(name).startswith("_") or name == "_target_":
             continue
         if name not in known:
             near = nearest(name, known)

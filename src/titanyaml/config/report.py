@@ -59,7 +59,7 @@ def compose_report(
         from titanyaml.config.hydra_hook import main_loader  # that module builds on this one
 
         loader = main_loader(config_dir=config_dir, config_name=config_name)
-    problems = _use_search_path(loader, overrides)
+    overrides, problems = _use_search_path(loader, overrides)
     typed = check_overrides(overrides, loader=loader, multirun=multirun)
     problems += typed.problems
     cfg = _compose(loader, typed, problems, multirun=multirun)
@@ -77,13 +77,16 @@ def compose_report(
     return Report(cfg if multirun else _typed(cfg, tree), [])
 
 
-def _use_search_path(loader: Any, overrides: list[str]) -> list[Problem]:
+def _use_search_path(loader: Any, overrides: list[str]) -> tuple[list[str], list[Problem]]:
+    """(overrides that are left, problems of ``hydra.searchpath``)."""
     paths = [text for text in overrides if text.startswith("hydra.searchpath=")]
     try:
         loader.use_search_path(paths)
     except _USER_ERRORS as error:
-        return [Problem("hydra.searchpath", _words(error), allowed="a list such as [file:///folder, pkg://package]")]
-    return []
+        problem = Problem("hydra.searchpath", _words(error), allowed="a list such as [file:///folder, pkg://package]",
+                          where=" ".join(f"override {text!r}" for text in paths))
+        return [text for text in overrides if text not in paths], [problem]
+    return overrides, []
 
 
 def _compose(loader: Any, typed: Typed, problems: list[Problem], *, multirun: bool) -> DictConfig | None:

@@ -36,7 +36,7 @@ def check_target(target: str, *, key: str, arguments: Iterable[str] | None = Non
     definition = next((node for node in _statements(body) if getattr(node, "name", None) == names[0]), None)
     if definition is None:
         defined = [node.name for node in _statements(body) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-        if names[0] in _other_names(body):
+        if _binds(body, names[0]):
             return []
         near = nearest(names[0], defined)
         return [Problem(f"{key}._target_", f"{target!r}: {Path(module.origin).name} has no {names[0]!r}",
@@ -89,20 +89,21 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
             yield from _statements(child)
 
 
-def _other_names(body: ast.Module) -> set[str]:
-    """Names that imports and assignments bind; everything where the module can make up names."""
-    names: set[str] = set()
+def _binds(body: ast.Module, name: str) -> bool:
+    """Whether a definition, an import or an assignment may bind the name: star imports and __getattr__ bind any."""
     for node in _statements(body):
+        if getattr(node, "name", None) in (name, "__getattr__"):
+            return True
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            bound = {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            bound = set()
         else:
             leaves = (leaf for leaf in ast.walk(node) if isinstance(leaf, ast.Name))
-            names |= {leaf.id for leaf in leaves if isinstance(leaf.ctx, ast.Store)}
-    return names
-
-
-def _binds(body: ast.Module, name: str) -> bool:
-    return name in _other_names(body) or any(getattr(node, "name", None) == name for node in _statements(body))
+            bound = {leaf.id for leaf in leaves if isinstance(leaf.ctx, ast.Store)}
+        if bound & {name, "*"}:
+            return True
+    return False
 
 
 def _signature(definition: ast.stmt) -> ast.arguments | None:
