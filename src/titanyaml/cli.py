@@ -110,7 +110,7 @@ def _restore(value: str | None) -> None:
 
 
 @contextmanager
-def _own_errors() -> Iterator[None]:
+def _own_errors(*, is_sweep: bool) -> Iterator[None]:
     """Within a job ``HYDRA_FULL_ERROR`` is not set (it must not reach the ranks), and a surprise of ours is told with
     its traceback rather than taken for a mistake in the configuration."""
     os.environ.pop(_FULL_ERROR, None)
@@ -120,7 +120,7 @@ def _own_errors() -> Iterator[None]:
         raise
     except Exception as error:
         traceback.print_exc()
-        raise JobFailed(EXIT_FAILED) from error
+        raise (JobFailed if is_sweep else End)(EXIT_FAILED) from error
     finally:
         os.environ[_FULL_ERROR] = "1"
 
@@ -135,21 +135,25 @@ def task(cfg: DictConfig) -> float | None:
     is_sweep = not OmegaConf.is_missing(node.job, "num")
     choices = {group: option for group, option in node.runtime.choices.items() if not group.startswith("hydra/")}
     typed = Typed(list(node.overrides.task), OmegaConf.to_container(OmegaConf.create(choices)), sweep=is_sweep)
-    with _own_errors():
+    with _own_errors(is_sweep=is_sweep):
         return _job(cfg, Path(node.runtime.output_dir), typed)
 
 
 def _job(cfg: DictConfig, folder: Path, typed: Typed) -> float | None:
-    if external.inside_torchrun():
-        if typed.sweep:  # by hydra.mode in a file
-            refused = external.sweep_refusal()
-            raise End(_tell(refused, code=refused.exit_code))
+    joins, alone = external.inside_torchrun(), cfg.runner.name in IN_PROCESS
+    if joins and typed.sweep:  # by hydra.mode in a file
+        refused = external.sweep_refusal()
+        raise End(_tell(refused, code=refused.exit_code))
+    if joins and not alone:
         return external.run(cfg, folder, typed)
+    if joins and os.environ["RANK"] != "0":
+        return None
     try:
         if typed.sweep and (problems := hydra_hook.problems_for(typed.overrides)):
             raise ConfigError(problems)
-        if cfg.runner.name in IN_PROCESS:
+        if alone:
             return _in_process(cfg, folder, typed)
+        external.refuse_without_torchrun(cfg.launch.kind)
         return _on_ranks(cfg, folder, typed)
     except InUse as busy:
         if not typed.sweep:

@@ -79,3 +79,9 @@ def test_an_elastic_restart_finds_its_run_again() -> None:
     assert "run.id=job7" not in external.hydra_arguments(["run.id=mine"], elastic)
     assert "run.id=none" not in external.hydra_arguments([], elastic | {"TORCHELASTIC_RUN_ID": "none"})
     assert external.hydra_arguments([], elastic | {"TORCHELASTIC_MAX_RESTARTS": "0"}) == ["launch.kind=external"]
+
+
+def test_external_waits_for_nobody() -> None:
+    external.refuse_without_torchrun("local")
+    with pytest.raises(LaunchError, match="torchrun --nproc-per-node"):
+        external.refuse_without_torchrun("external")

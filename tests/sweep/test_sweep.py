@@ -131,3 +131,4 @@ def test_an_experiment_file_can_be_a_sweep_and_a_changed_one_is_another(cli: Cli
     changed = cli(*arguments, stand_in=True)
     assert changed.returncode == EXIT_CONFIG
     assert "train.seq_len: is 32, but" in changed.stderr
+    assert set(states(tmp_path / "sw").values()) == {"done"}  # what was done there stays

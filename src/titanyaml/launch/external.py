@@ -61,6 +61,15 @@ def sweep_refusal() -> LaunchError:
     )
 
 
+def refuse_without_torchrun(kind: str) -> None:
+    """Raise LaunchError where ``launch.kind`` (``kind``) waits for ranks that nobody has started."""
+    if kind == "external":
+        raise LaunchError(
+            "external joins ranks that torchrun has started, and this process is not one", key="launch.kind",
+            hint="launch=local, or torchrun --nproc-per-node N -m titanyaml ...",
+        )
+
+
 def run(cfg: DictConfig, folder: Path, typed: Typed) -> float | None:
     """Run ``cfg`` as one rank of the group.
 

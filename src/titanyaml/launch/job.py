@@ -138,10 +138,13 @@ def _record(run: RunDir, outcome: Outcome) -> None:
 
 
 def record_refusal(folder: Path, error: TitanError, typed: Typed) -> None:
-    """Record a job of a sweep that could not be started."""
+    """Record a job of a sweep that could not be started. A run that was done there before stays done."""
     run = RunDir(folder)
     run.claim()
     try:
+        if run.status().get("state") == "done":
+            run.event("refused", str(error))
+            return
         write_typed(run, typed)
         run.write_status(started=run.status().get("started", utc_now()))
         record_failure(run, failure.of_exception(error, rank=0))
