@@ -6,6 +6,8 @@ Checked with torch 2.11 to 2.13. A name that a release took away gets a public, 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -77,3 +79,18 @@ def guard_module_hooks() -> None:
 
     if hasattr(config, "skip_nnmodule_hook_guards"):
         config.skip_nnmodule_hook_guards = False
+
+
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Stand as rank 0 of ``world_size`` ranks that do not exist: collectives return at once, without data."""
+    if world_size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - torch 2.11 registers the backend here
+
+    dist.init_process_group("fake", rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -13,19 +13,19 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from titanyaml.config import degrees
+from titanyaml.config import ranks
 from titanyaml.config.schema import Config
 from titanyaml.dist import compat
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.pipeline import show
-from titanyaml.runner import setup
 from titanyaml.rundir import RunDir
+from titanyaml.runner import setup
 
 
 def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
     """Print the resolved tree, the mesh and the pipeline table; nothing is trained and no rank is started."""
-    world_size = degrees.world_size(config)
+    world_size = ranks.world_size(config)
     dims = ParallelDims.resolve(config.parallel, world_size)
     console = Console()
     console.print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), markup=False, highlight=False)

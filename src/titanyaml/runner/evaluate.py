@@ -13,10 +13,10 @@ from titanyaml.data.loader import validation_batches
 from titanyaml.dist import comm
 from titanyaml.dist.env import Env
 from titanyaml.loss import CrossEntropy
+from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 from titanyaml.runner.load import adopt_trained, load_weights
 from titanyaml.runner.step import valid_tokens
-from titanyaml.rundir import RunDir
 
 if TYPE_CHECKING:
     from titanyaml.runner.setup import Built
@@ -31,10 +31,10 @@ def mean_loss(
 ) -> float:
     """Mean token loss (nats) over the first ``batches`` global batches of ``dataset``, the same on every rank."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=env.device)
-    tokens = 0
+    tokens, dims = 0, built.context.dims
     steps = validation_batches(
-        dataset, global_batch=global_batch, local_batch=local_batch, data_rank=setup.data_rank(built),
-        data_degree=built.context.dims.data_degree, batches=batches,
+        dataset, global_batch=global_batch, local_batch=local_batch,
+        data_rank=dims.data_rank(built.context.mesh), data_degree=dims.data_degree, batches=batches,
     )
     for step in steps:
         tokens += valid_tokens(step)

@@ -12,8 +12,8 @@ from titanyaml.config import dump
 from titanyaml.config.schema import Config
 from titanyaml.dist.env import Env
 from titanyaml.errors import CheckpointError, ConfigError
-from titanyaml.runner import setup
 from titanyaml.rundir import RunDir
+from titanyaml.runner import setup
 
 if TYPE_CHECKING:
     from titanyaml.runner.setup import Built
@@ -60,6 +60,6 @@ def typed_groups(run: RunDir) -> set[str]:
 def load_weights(built: Built, path: Path, *, config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     """Fill the built model from the checkpoint; the checkpoint's meta data."""
     weights = built.weights()
-    meta = setup.checkpointer(config, run, env, reader=True).load(path, {"model": weights}, only=("model",))
+    meta = setup.checkpointer(config, run, env).load(path, {"model": weights}, only=("model",))
     built.publish()
     return meta

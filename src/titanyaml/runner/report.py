@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanyaml.config.schema import Config
 from titanyaml.dist.env import Env
 from titanyaml.pipeline import show
+from titanyaml.pipeline.protocol import Change
 from titanyaml.rundir import RunDir, atomic_write
 
 if TYPE_CHECKING:
@@ -44,7 +46,18 @@ def start(
     )
 
 
-def finish(config: Config, run: RunDir, result: dict[str, Any], *, saved: bool) -> None:
+def verified(run: RunDir, changes: Sequence[tuple[str, Change]]) -> None:
+    """Log what only the first step could show, and add it to ``pipeline.json``."""
+    path = run.path / "pipeline.json"
+    records = json.loads(path.read_text())
+    for name, change in changes:
+        log.info("pipeline %s: %s", name, change.summary)
+        record = next(record for record in records if record["node"] == name)
+        record["verified"] = {"summary": change.summary, "modules": change.modules, "skipped": change.skipped}
+    atomic_write(path, json.dumps(records, indent=1) + "\n")
+
+
+def finish(run: RunDir, result: dict[str, Any], *, saved: bool) -> None:
     """The last lines: losses, the folder, and what to type next."""
     losses = [f"loss {result['loss']:.4f}"] if "loss" in result else []
     if "validation_loss" in result:

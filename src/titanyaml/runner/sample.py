@@ -10,9 +10,9 @@ from titanyaml.dist import rng
 from titanyaml.dist.env import Env
 from titanyaml.errors import ConfigError, LaunchError
 from titanyaml.models.generate import generate
+from titanyaml.rundir import RunDir, atomic_write
 from titanyaml.runner import setup
 from titanyaml.runner.load import adopt_trained, load_weights
-from titanyaml.rundir import RunDir, atomic_write
 
 
 def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:

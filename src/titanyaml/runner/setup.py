@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from titanyaml import data as data_package
-from titanyaml import tokenizer as tokenizer_package
+from titanyaml import data as text
+from titanyaml.checkpoint import Checkpointer
+from titanyaml.config import dump
 from titanyaml.config.schema import Config
+from titanyaml.data.packing import TokenData
 from titanyaml.dist import comm
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
@@ -27,6 +29,8 @@ from titanyaml.models import decoder
 from titanyaml.models.init import materialise
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.pipeline.protocol import Change, Context
+from titanyaml.rundir import RunDir
+from titanyaml.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from titanyaml.data.loader import Batch
@@ -104,7 +108,7 @@ def transform(config: Config, ctx: Context) -> tuple[nn.Module, pipeline.Resolve
     """Build the model on meta and run the pipeline over it."""
     resolved = pipeline.resolve(config.pipeline.plugins, ctx)
     ctx = dataclasses.replace(ctx, active=tuple(name for name, _ in resolved.steps))
-    model, changes = pipeline.run(decoder.build(config.model), resolved, ctx)
+    model, changes = pipeline.run(decoder.build(config.model).to(ctx.param_dtype), resolved, ctx)
     return model, resolved, changes
 
 
@@ -116,11 +120,6 @@ def build_model(config: Config, env: Env) -> Built:
     model, resolved, changes = transform(config, ctx)
     masters = materialise(model, device=env.device, seed=config.run.seed, param_dtype=ctx.param_dtype)
     return Built(model, masters, ctx, resolved, changes)
-
-
-def data_rank(built: Built) -> int:
-    """This rank's place among the ranks that read different data."""
-    return built.context.dims.data_rank(built.context.mesh) if built.context.mesh is not None else 0
 
 
 def rank0_first(env: Env, build: Callable[[], T]) -> T:
@@ -140,20 +139,15 @@ def rank0_first(env: Env, build: Callable[[], T]) -> T:
     return result if env.is_main else build()
 
 
-def build_tokenizer(config: Config, env: Env) -> tokenizer_package.Tokenizer:
-    """The tokenizer, trained on the corpus where it has no file; its ids must fit the model.
+def build_tokenizer(config: Config, env: Env) -> Tokenizer | None:
+    """The tokenizer, trained on the corpus where it has no file; None for synthetic tokens, which have no text.
 
     Raises:
         DataError: a file is missing or bad, or the vocabulary is larger than the model's.
     """
-    tokenizer = rank0_first(
-        env,
-        lambda: tokenizer_package.build(
-            config.tokenizer,
-            corpus=lambda: data_package.documents(config.data, split="train"),
-            cache_dir=Path(config.data.cache_dir),
-        ),
-    )
+    if config.data.kind == "synthetic":
+        return None
+    tokenizer = rank0_first(env, lambda: text.build_tokenizer(config.tokenizer, config.data))
     if tokenizer.vocab_size > config.model.vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {config.model.vocab_size} rows",
@@ -163,11 +157,11 @@ def build_tokenizer(config: Config, env: Env) -> tokenizer_package.Tokenizer:
     return tokenizer
 
 
-def build_data(config: Config, env: Env, tokenizer: tokenizer_package.Tokenizer, *, split: str) -> Any:
+def build_data(config: Config, env: Env, tokenizer: Tokenizer | None, *, split: str) -> TokenData:
     """The packed samples of ``split``: "train" or "validation"."""
     return rank0_first(
         env,
-        lambda: data_package.build(
+        lambda: text.build(
             config.data,
             tokenizer=tokenizer,
             seq_len=config.train.seq_len,
@@ -205,6 +199,7 @@ def checkpointer(config: Config, run: RunDir, env: Env) -> Checkpointer:
     """Reads and writes the checkpoints of ``run``."""
     return Checkpointer(
         run, keep=config.checkpoint.keep, config_hash=dump.dataclass_hash(config), env=env,
+        timeout_s=config.launch.startup_timeout_s,
     )
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import gc
-import logging
-import time
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from titanyaml import hardware, optim, tracker
-from titanyaml.checkpoint import Checkpointer
-from titanyaml.config import dump
+from titanyaml import optim, tracker
 from titanyaml.config.schema import Config
 from titanyaml.data.loader import Batches
 from titanyaml.dist import comm, rng, signals
@@ -20,13 +16,11 @@ from titanyaml.dist.env import Env, set_timeout
 from titanyaml.errors import NonFiniteError, Preempted
 from titanyaml.optim.schedule import lr_at
 from titanyaml.pipeline import resolve as pipeline
+from titanyaml.rundir import RunDir
 from titanyaml.runner import report, setup
 from titanyaml.runner.evaluate import mean_loss
 from titanyaml.runner.meter import Meter
 from titanyaml.runner.step import TrainStep, valid_tokens
-from titanyaml.rundir import RunDir
-
-log = logging.getLogger("titanyaml")
 
 
 def train(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
@@ -53,7 +47,7 @@ class Trainer:
 
     def __init__(self, config: Config, run: RunDir, env: Env) -> None:
         self.config, self.run, self.env = config, run, env
-        self.step, self.last = 0, {}
+        self.last: dict[str, Any] = {}
         setup.set_determinism(config)
         tokenizer = setup.build_tokenizer(config, env)
         train_data = setup.build_data(config, env, tokenizer, split="train")
@@ -61,8 +55,9 @@ class Trainer:
             setup.build_data(config, env, tokenizer, split="validation") if config.validation.batches else None
         )
         self.built = setup.build_model(config, env)
-        self.dims = self.built.context.dims
-        self.global_batch = setup.global_batch(config, self.dims)
+        dims = self.built.context.dims
+        self.data_rank = dims.data_rank(self.built.context.mesh)
+        self.global_batch = setup.global_batch(config, dims)
         self.optimizer = optim.build(
             config.optim, dict(self.built.model.named_parameters()), masters=self.built.masters, device=env.device
         )
@@ -71,16 +66,19 @@ class Trainer:
             documents=config.model.document_mask, env=env,
         )
         self.checkpointer = setup.checkpointer(config, run, env)
-        position = self._restore(train_data)
+        self.step, data_state = self._restore()
         self.batches = Batches(
             train_data, seed=config.run.seed, global_batch=self.global_batch, local_batch=config.train.local_batch,
-            data_rank=setup.data_rank(self.built), data_degree=self.dims.data_degree, position=position,
-            prefetch=config.data.prefetch, shuffle=config.data.shuffle,
+            data_rank=self.data_rank, data_degree=dims.data_degree, prefetch=config.data.prefetch,
+            shuffle=config.data.shuffle, state=data_state,
         )
-        self.trackers = tracker.build(config, run) if env.is_main else None
+        self.data_state = self.batches.state()
         self.meter = Meter(config, self.built.context, env, global_batch=self.global_batch)
+        self.trackers: tracker.Trackers | None = None
         if env.is_main:
-            report.start(config, run, env, self.built, train_data, self.global_batch, first_step=self.step + 1)
+            report.start(config, run, env, self.built, train_data, global_batch=self.global_batch,
+                         first_step=self.step + 1)
+            self.trackers = tracker.build(config, run)
 
     def fit(self) -> dict[str, Any]:
         """Train to ``train.steps``; validate, log and save on the way."""
@@ -90,8 +88,7 @@ class Trainer:
         while self.step < self.config.train.steps:
             self._one_step()
             if self.step == first:
-                pipeline.verify(self.built.model, self.built.resolved, self.built.context)
-                set_timeout(self.config.launch.step_timeout_s)
+                self._after_first_step()
             if self.step % self.config.train.gc_every == 0:
                 gc.collect()
         if "validation_loss" not in self.last and self.validation_data is not None:
@@ -103,8 +100,15 @@ class Trainer:
                                                           if k in self.last}}
         self._close_trackers("done")
         if self.env.is_main:
-            report.finish(self.config, self.run, result, self.checkpointer)
+            report.finish(self.run, result, saved=self.config.checkpoint.enabled)
         return result
+
+    def _after_first_step(self) -> None:
+        """What can be known only now: whether compilation and recomputation really happened; then short time-outs."""
+        verified = pipeline.verify(self.built.model, self.built.resolved, self.built.context)
+        if self.env.is_main:
+            report.verified(self.run, verified)
+        set_timeout(self.config.launch.step_timeout_s)
 
     def _one_step(self) -> None:
         """Fetch, train, and whatever falls due at this step."""
@@ -116,12 +120,12 @@ class Trainer:
         if stop:
             self._preempt()
         step = self.step + 1
-        torch.manual_seed(rng.seed_for(config.run.seed, "step", step, setup.data_rank(self.built)))
+        torch.manual_seed(rng.seed_for(config.run.seed, "step", step, self.data_rank))
         lr = lr_at(config.schedule, step=step, steps=config.train.steps, lr=config.optim.lr)
         with self.meter.training():
             result = self.train_step(batches, tokens=int(tokens), lr=lr)
         self.step = step
-        self.position = self.batches.position
+        self.data_state = self.batches.state()
         due = config.validation.interval and step % config.validation.interval == 0
         validation_loss = self._validate() if due and self.validation_data is not None else None
         self._log(result, lr, validation_loss)
@@ -158,34 +162,33 @@ class Trainer:
 
     def _save(self) -> None:
         """Commit a checkpoint of this step, unless it is there already or saving is off."""
-        if self.checkpointer is None or self.checkpointer.has(self.step):
+        if not self.config.checkpoint.enabled or self.checkpointer.has(self.step):
             return
         meta = {
-            "position": self.position, "seed": self.config.run.seed, "mesh": asdict(self.dims),
-            "data": self.batches.state(), "config_hash": dump.dataclass_hash(self.config),
+            "position": self.data_state["position"], "data": self.data_state, "seed": self.config.run.seed,
+            "mesh": asdict(self.built.context.dims),
         }
         self.checkpointer.save(self.step, self._state(), meta)
         if self.env.is_main:
             self.run.write_status(step=self.step)
 
-    def _restore(self, dataset: Any) -> int:
-        """Load the checkpoint that ``checkpoint.resume`` names; the position in the data (samples consumed)."""
-        self.position = 0
+    def _restore(self) -> tuple[int, dict[str, Any] | None]:
+        """Load the checkpoint that ``checkpoint.resume`` names: its step, and where it stood in the data."""
         path = setup.resume_path(self.config, self.checkpointer)
+        step, data_state = 0, None
         if path is not None:
-            state = self._state()
-            meta = self.checkpointer.load(path, state)
+            meta = self.checkpointer.load(path, self._state())
             self.optimizer.publish()
-            setup.check_same_data(meta, dataset, self.config)
-            self.step, self.position = meta["step"], meta["position"]
+            step, data_state = meta["step"], meta["data"]
         if self.env.is_main:
-            self.run.truncate_metrics(self.step)
-        return self.position
+            self.run.truncate_metrics(step)
+        return step, data_state
 
     def _preempt(self) -> None:
         self._save()
         self._close_trackers("preempted")
-        raise Preempted(f"asked to stop ({signals.requested() or 'by another rank'}) after step {self.step}; saved")
+        kept = "saved" if self.config.checkpoint.enabled else "nothing saved, since checkpoint=none"
+        raise Preempted(f"asked to stop ({signals.requested() or 'by another rank'}) after step {self.step}; {kept}")
 
     def _close_trackers(self, state: str) -> None:
         if self.trackers is not None:
