@@ -107,7 +107,8 @@ def test_nearest_kv_heads_on_both_sides(ask, overrides: list[str], hint: str) ->
     (["train.global_batch=7", "train.local_batch=2"], "train.global_batch=6 or train.global_batch=8"),
     (["train.global_batch=3", "train.local_batch=2", "parallel=fsdp2"], "train.global_batch=4"),
     # dp_shard derived
-    (["train.global_batch=9", "train.local_batch=1", "launch.nproc=4"], "train.global_batch=8 or train.global_batch=12"),
+    (["train.global_batch=9", "train.local_batch=1", "launch.nproc=4"],
+     "train.global_batch=8 or train.global_batch=12"),
 ])
 def test_nearest_batches(ask, overrides: list[str], hint: str) -> None:
     assert ask("global_batch_is_whole", overrides).hint == hint

@@ -1,0 +1,46 @@
+"""docs/configuration.md: its table is the schema's, and the groups it names are those that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from titanyaml.config import nearest, schema
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_configuration", DOCS / "make_configuration.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_keys_is_fresh(maker: ModuleType) -> None:
+    text = maker.PAGE.read_text(encoding="utf-8")
+    assert text == maker.page(text), "stale: run python docs/make_configuration.py"
+
+
+def test_every_key_has_a_row(maker: ModuleType) -> None:
+    rows = set(re.findall(r"^\| `([\w.]+)` \|", maker.tables(), re.MULTILINE))
+    sections = {key.name for key in nearest.keys_of(schema.Config).values() if key.is_section}
+    assert set(nearest.schema_keys()) - sections - {"user"} <= rows
+
+
+def test_every_group_has_a_row() -> None:
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(\w+)` \|", text.partition("<!-- keys")[0], re.MULTILINE))
+    groups = {path.name for path in (DOCS.parent / "conf").iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
+    assert listed >= (groups - {"local"}) | {"experiment"}
+
+
+def test_links_between_the_documents_lead_somewhere() -> None:
+    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "experiments" / "README.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
