@@ -91,9 +91,9 @@ class Trainer:
                 self._after_first_step()
             if self.step % self.config.train.gc_every == 0:
                 gc.collect()
-        if "validation_loss" not in self.last and self.validation_data is not None:
-            self.last["validation_loss"] = self._validate()
-            self._log_record({"step": self.step, "validation_loss": self.last["validation_loss"]})
+        if not self.last and self.validation_data is not None:
+            # the run was killed between its last checkpoint and its end: the step's record is there already
+            self.last = {"validation_loss": self._validate()}
         self._save()
         metric = self.last.get("validation_loss", self.last.get("loss"))
         result = {"metric": metric, "step": self.step, **{k: self.last[k] for k in ("loss", "validation_loss", "tps")
@@ -126,7 +126,7 @@ class Trainer:
             result = self.train_step(batches, tokens=int(tokens), lr=lr)
         self.step = step
         self.data_state = self.batches.state()
-        due = config.validation.interval and step % config.validation.interval == 0
+        due = step == config.train.steps or (config.validation.interval and step % config.validation.interval == 0)
         validation_loss = self._validate() if due and self.validation_data is not None else None
         self._log(result, lr, validation_loss)
         if config.checkpoint.enabled and config.checkpoint.interval and step % config.checkpoint.interval == 0:
