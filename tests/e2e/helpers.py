@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -32,19 +33,23 @@ IDENTICAL = ("step", "loss", "grad_norm", "lr")
 
 @dataclass(frozen=True)
 class Cli:
-    """``python -m titanyaml`` in ``folder``; with ``corpus``, on those texts."""
+    """``python -m titanyaml`` in ``folder``, on the texts of ``corpus`` unless ``data=`` is typed or it is None."""
 
     folder: Path
-    corpus: Path
+    corpus: Path | None
     cache: Path
 
     def command(self, *overrides: str) -> list[str]:
-        text = () if any(o.startswith("data=") or o.startswith("--config-path") for o in overrides) else self.text
+        """The whole command line."""
+        text: tuple[str, ...] = ()
+        if self.corpus is not None and not any(override.startswith("data=") for override in overrides):
+            text = ("data=files", f"data.paths=[{self.corpus}]", "data.validation_fraction=0.1")
         return [sys.executable, "-m", "titanyaml", *text, *overrides]
 
     @property
-    def text(self) -> tuple[str, ...]:
-        return ("data=files", f"data.paths=[{self.corpus}]", "data.validation_fraction=0.1")
+    def bare(self) -> Cli:
+        """The same without the corpus."""
+        return dataclasses.replace(self, corpus=None)
 
     def environment(self, **extra: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
