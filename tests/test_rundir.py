@@ -173,3 +173,17 @@ def test_metrics_after_the_resumed_step_go_and_a_torn_line_too(tmp_path: Path) -
         file.write('{"step": 6, "lo')
     assert run.truncate_metrics(3) == 2
     assert run.metrics() == [{"step": step, "loss": 1 / 3} for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("text", ["garbage", "", "[1]"])
+@pytest.mark.parametrize("name", ["status.json", "lease.json"])
+def test_a_record_that_somebody_spoiled_is_named(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    run = RunDir(tmp_path)
+    with pytest.raises(LaunchError, match=f"{name} is not as it was written") as refused:
+        run.claim()
+        run.status()
+    assert f"rm {tmp_path / name}" in refused.value.hint
+    (tmp_path / name).unlink()
+    assert run.claim() == 1 if name == "lease.json" else run.status() == {}
+    run.release()

@@ -237,7 +237,17 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except ValueError as error:  # records are written whole: somebody else did this
+        raise _not_a_record(path, str(error)) from error
+    if not isinstance(content, dict):
+        raise _not_a_record(path, f"it holds a {type(content).__name__}")
+    return content
+
+
+def _not_a_record(path: Path, why: str) -> LaunchError:
+    return LaunchError(f"{path} is not as it was written: {why}", key="run.dir",
+                       hint=f"rm {path}, if nothing works in that folder; checkpoints stay as they are")
 

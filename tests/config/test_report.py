@@ -189,3 +189,30 @@ def test_keys_swept_by_an_experiment_are_checked(mine) -> None:
 
 def test_nothing_is_told_twice(report) -> None:
     assert len(report("optim.lrr=1", "optim.lrr=1", "tokenizer=bytes").problems) == 1
+
+
+def test_a_value_of_an_own_option_is_found_in_its_file(mine) -> None:
+    result = mine({"optim/own.yaml": "lr: fast\nbeta1: 0.5\n"}, "optim=own", "optim.beta1=2", "tokenizer=bytes")
+    where = {problem.key: problem.where for problem in result.problems}
+    assert where["optim.lr"].endswith("optim/own.yaml:1")
+    assert where["optim.beta1"] == "override 'optim.beta1=2'"
+
+
+def test_a_typed_key_is_named_also_where_the_option_comes_after_it(report) -> None:
+    problem, = report("data.max_files=20", "data=synthetic", "tokenizer=bytes").problems
+    assert (problem.key, problem.where) == ("data.max_files", "override 'data.max_files=20'")
+
+
+def test_a_group_file_that_repeats_its_group(mine) -> None:
+    problem, = mine({"optim/own.yaml": "optim:\n  lr: 1\n"}, "optim=own", "tokenizer=bytes").problems
+    assert problem.key == "optim.optim" and "take out the line 'optim:'" in problem.hint
+
+
+def test_an_override_without_a_key(report) -> None:
+    problem, = report("=5", "tokenizer=bytes").problems
+    assert problem.message == "'=5' names no key"
+
+
+def test_more_ranks_than_any_machine(report) -> None:
+    problem, = report("parallel=ddp99999999999999999999", "tokenizer=bytes").problems
+    assert (problem.key, problem.allowed) == ("parallel.dp_replicate", "an integer >= -1 and <= 1048576")

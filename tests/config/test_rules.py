@@ -37,6 +37,9 @@ CASES = {
     "reduction_is_as_wide_as_compute": (["train.reduce_dtype=bfloat16", "train.compute_dtype=float32"], "may round"),
     "group_patterns_compile": (["optim.groups=[{pattern: 'a('}]"], "no regular expression"),
     "names_are_folders": (["run.name=a/b"], "is 'a/b', which is no name for a folder"),
+    "run_has_a_folder": (["run.dir=''"], "is '', which is no folder for a run"),
+    "evaluation_has_batches": (["runner=eval", "runner.checkpoint=.", "validation=none"],
+                               "is 0: runner=eval measures the loss of that many batches"),
     "resume_path_exists": (["checkpoint.resume=no/such/folder"], "'no/such/folder' does not exist"),
     "runner_has_a_checkpoint": (["runner=eval"], "is required: runner=eval reads a model from it"),
     "vocabulary_fits_model": (["tokenizer=sentencepiece", "tokenizer.vocab_size=5000"],
@@ -52,6 +55,12 @@ CASES = {
     "tokenizers_is_installed": (["tokenizer=hf", "tokenizer.path=tokenizer.json"], "needs the package 'tokenizers'"),
 }
 RULES = {rule.name: rule for rule in rules.RULES}
+
+
+@pytest.mark.parametrize("override", ["checkpoint.resume=", "run.dir=' '", "run.dir=/"])
+def test_an_empty_path_is_not_the_current_folder(report, override: str) -> None:
+    problem, = report(*BYTES, override).problems
+    assert problem.key == override.partition("=")[0]
 
 
 def test_every_rule_has_a_case() -> None:

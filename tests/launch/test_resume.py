@@ -74,3 +74,12 @@ def test_finished_means_done_and_not_extended(tmp_path: Path) -> None:
     assert not resume.is_finished(run, {"train.steps": (10, 20)}, steps=20)
     run.write_status(state="preempted")
     assert not resume.is_finished(run, {}, steps=10)
+
+
+def test_checkpoints_without_their_configuration_are_not_taken_over(compose: Compose, begun: RunDir) -> None:
+    (begun.path / "config.yaml").unlink()
+    assert changes(compose, begun) == set()
+    (begun.path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="checkpoints but no config.yaml"):
+        changes(compose, begun)
+    assert changes(compose, begun, "checkpoint.resume=none") == set()

@@ -92,7 +92,7 @@ class _Walk:
         keys = keys_of(cls)
         for name in raw:
             if name not in keys:
-                self.unknown(f"{path}{name}", raw[name])
+                self.unknown(f"{path}{name}", raw[name], keys)
         for name, key in keys.items():
             if name not in raw:
                 continue  # inside an optional section: the schema's default
@@ -103,14 +103,21 @@ class _Walk:
             self.check_when(keys, values, literal, path)
         return values, literal
 
-    def unknown(self, key: str, value: Any) -> None:
+    def unknown(self, key: str, value: Any, siblings: dict[str, Key]) -> None:
         if key in _HEADER:
             self.refuse(key, f"the file of the group {key!r} put its keys here, where nothing reads them",
                         hint=f"make {_HEADER[key]!r} the first line of the file")
             return
-        near = nearest_key(key)
-        simple = not isinstance(value, dict | list)
-        hint = f"{near}={'null' if value is None else value}" if near and simple else near
+        parent, _, name = key.rpartition(".")
+        if isinstance(value, dict) and parent.rpartition(".")[2] == name:
+            self.refuse(key, f"a file of the group {name!r} holds the group's keys themselves, not below {name!r}",
+                        hint=f"take out the line '{name}:' and the indent below it")
+            return
+        near = nearest(name, siblings)
+        near = f"{parent}.{near[0]}" if near and parent else nearest_key(key)
+        simple = near and not isinstance(value, dict | list)
+        hint = f"{near}={'null' if value is None else value}" if simple else near
+        hint = "" if "[" in near else hint  # a key inside a list cannot be typed
         self.refuse(key, f"unknown key; did you mean {near}?" if near else "unknown key", hint=hint)
 
     def value(self, key: Key, raw: Any, node: DictConfig, path: str) -> tuple[Any, Any]:

@@ -39,9 +39,13 @@ def describe(key: Key) -> str:
     words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a text",
              list[str]: "a list of texts", list[schema.ParamGroup]: "a list of sections"}.get(key.kind, "a section")
     signs = (("low", ">="), ("above", ">"), ("high", "<="), ("below", "<"))
-    bounds = [f"{sign} {key.rules[name]:g}" for name, sign in signs if key.rules.get(name) is not None]
+    bounds = [f"{sign} {_bound(key.rules[name])}" for name, sign in signs if key.rules.get(name) is not None]
     text = f"{words} {' and '.join(bounds)}" if bounds else words
     return f"{text}, or null" if key.optional else text
+
+
+def _bound(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def kind_hint(key: Key, value: Any, path: str) -> str:

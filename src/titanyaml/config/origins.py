@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 from omegaconf import Container, DictConfig, OmegaConf
 
+from titanyaml.config.search import CONF_PACKAGE
+
 
 @dataclass(frozen=True)
 class File:
@@ -38,6 +40,11 @@ class File:
                 return None
             here = here[name]
         return inside or None
+
+    @property
+    def is_ours(self) -> bool:
+        """A shipped option or a mesh name: what was typed says more than the line of such a file."""
+        return self.source.startswith(("mesh://", f"pkg://{CONF_PACKAGE}"))
 
     def location(self, inside: list[str]) -> str:
         """``path:line`` of a key in the file, as short as the current folder allows."""
@@ -84,13 +91,15 @@ class Origins:
     def of(self, key: str) -> str:
         """The override or ``file:line`` that gave ``key`` its value; "" for the schema's own default."""
         plain = key.partition("[")[0]
+        # a key that was typed wins over any option, whichever came first; of nested ones the last does
         for name, text in reversed(self._overrides):
-            if plain == name or plain.startswith(f"{name}."):
+            if (plain == name or plain.startswith(f"{name}.")) and (name == plain or "{" in text):
                 return f"override {text!r}"
+        chosen = next((text for name, text in reversed(self._overrides) if plain.startswith(f"{name}.")), "")
         if self._files is None:
             self._files = self._read()
         for file in reversed(self._files):
             inside = file.holds(plain)
-            if inside is not None:
+            if inside is not None and not (chosen and file.is_ours):
                 return file.location(inside)
-        return ""
+        return f"override {chosen!r}" if chosen else ""

@@ -55,6 +55,9 @@ def check_overrides(overrides: list[str], *, loader: Any, multirun: bool) -> Typ
             typed.refuse(text, _unreadable(text, error))
             continue
         key = override.key_or_group
+        if not key:
+            typed.refuse(text, Problem("", f"{text!r} names no key", allowed="group=option or key=value"))
+            continue
         is_group = (loader.is_group(key) or key in LATE_GROUPS) and not isinstance(override.value(), dict)
         problem = None
         if not override.is_hydra_override():

@@ -77,10 +77,18 @@ def names_are_folders(c: Any) -> Problem | None:
     return None
 
 
+@rule("run.dir")
+def run_has_a_folder(c: Any) -> Problem | None:
+    if c.run.dir.strip() and Path(c.run.dir).resolve() != Path("/"):
+        return None
+    return Problem("run.dir", f"is {c.run.dir!r}, which is no folder for a run", allowed="a folder of its own",
+                   hint="run.dir=outputs/mine")
+
+
 @rule("checkpoint.resume")
 def resume_path_exists(c: Any) -> Problem | None:
     resume = c.checkpoint.resume
-    if resume in ("auto", "none") or Path(resume).expanduser().exists():
+    if resume in ("auto", "none") or (resume and Path(resume).expanduser().exists()):
         return None
     return Problem("checkpoint.resume", f"{resume!r} does not exist (looked in {Path.cwd()})",
                    allowed="auto, none, or a checkpoint's folder",
@@ -92,8 +100,16 @@ def runner_has_a_checkpoint(c: Any) -> Problem | None:
     if c.runner.name not in ("eval", "sample"):
         return None
     given = c.runner.checkpoint
-    if given is not None and Path(given).expanduser().exists():
+    if given and Path(given).expanduser().exists():
         return None
-    message = "is required" if given is None else f"{given!r} does not exist (looked in {Path.cwd()})"
+    message = "is required" if not given else f"{given!r} does not exist (looked in {Path.cwd()})"
     return Problem("runner.checkpoint", f"{message}: runner={c.runner.name} reads a model from it",
                    allowed="a run folder or a checkpoint folder", hint="runner.checkpoint=<folder>")
+
+
+@rule("runner.name", "validation.batches")
+def evaluation_has_batches(c: Any) -> Problem | None:
+    if c.runner.name != "eval" or c.validation.batches:
+        return None
+    return Problem("validation.batches", "is 0: runner=eval measures the loss of that many batches",
+                   allowed="1 or more", hint="validation.batches=8")

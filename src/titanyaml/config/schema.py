@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MISSING = "???"
+MAX_RANKS = 2**20
 
 
 def key(
@@ -92,12 +93,12 @@ class Model:
 class Parallel:
     """Degrees of the device mesh. One of them may be -1: derived from the number of ranks."""
 
-    dp_replicate: int = key(1, "copies of the sharded model (HSDP, DDP)", low=-1)
-    dp_shard: int = key(1, "ranks over which FSDP shards parameters, gradients and optimizer", low=-1)
-    cp: int = key(1, "ranks over which a sequence is split", low=-1)
-    tp: int = key(1, "ranks over which matrices are split", low=-1)
-    pp: int = key(1, "pipeline stages' ranks", low=-1)
-    ep: int = key(1, "ranks over which experts are split; reuses dp_shard*cp*tp", low=-1)
+    dp_replicate: int = key(1, "copies of the sharded model (HSDP, DDP)", low=-1, high=MAX_RANKS)
+    dp_shard: int = key(1, "ranks over which FSDP shards parameters, gradients and optimizer", low=-1, high=MAX_RANKS)
+    cp: int = key(1, "ranks over which a sequence is split", low=-1, high=MAX_RANKS)
+    tp: int = key(1, "ranks over which matrices are split", low=-1, high=MAX_RANKS)
+    pp: int = key(1, "pipeline stages' ranks", low=-1, high=MAX_RANKS)
+    ep: int = key(1, "ranks over which experts are split; reuses dp_shard*cp*tp", low=-1, high=MAX_RANKS)
     fsdp_reshard_after_forward: str = key(
         "auto",
         "free gathered weights after a block's forward; auto: all but the last block",
@@ -264,7 +265,7 @@ class Launch:
     kind: str = key("local", "local: ranks on this machine; external: join the group torchrun started",
                     choices=["local", "external"])
     nproc: int | None = key(
-        None, "ranks on this machine; null: the mesh's product, else all local GPUs, else 1", low=1,
+        None, "ranks on this machine; null: the mesh's product, else all local GPUs, else 1", low=1, high=MAX_RANKS,
         when=("kind", ["local"]),
     )
     startup_timeout_s: float = key(1800.0, "limit of a collective before the first step is done (seconds)", above=0)

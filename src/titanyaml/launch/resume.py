@@ -43,6 +43,11 @@ def accept(cfg: DictConfig, config: Config, run: RunDir, *, global_batch: int) -
     """
     path = run.path / "config.yaml"
     if not path.exists():
+        if config.checkpoint.resume != "none" and any((run.path / "checkpoints").glob("step-*")):
+            raise ConfigError(
+                f"{run.path} holds checkpoints but no config.yaml: what they were begun with is unknown",
+                key="run.id", hint=f"put the file back, or another run.id and checkpoint.resume={run.path}",
+            )
         return {}
     changes = dump.changed(cfg, path)
     free = [*FREE, *config.checkpoint.accept_changes]
