@@ -98,9 +98,10 @@ def test_a_peer_that_cannot_notice_is_ended_soon(make_run: MakeRun, monkeypatch:
     assert ended - outcome.failure.time < 8
 
 
-def test_sigterm_lets_the_ranks_save_and_exit_75(make_run: MakeRun) -> None:
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]], ids=["once", "twice"])
+def test_sigterm_lets_the_ranks_save_and_exit_75(make_run: MakeRun, signals: list[int]) -> None:
     run = make_run(steps=2000, user={"step_s": 0.02})
-    thread = signal_when(run, lambda: len(run.metrics()) > 1, signal.SIGTERM)
+    thread = signal_when(run, lambda: len(run.metrics()) > 1, *signals)
     outcome = start(run)
     thread.join()
     assert (outcome.exit_code, outcome.state, outcome.signal) == (EXIT_PREEMPTED, "preempted", "SIGTERM")

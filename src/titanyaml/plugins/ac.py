@@ -102,7 +102,10 @@ class ActivationCheckpointing:
                 key="ac.mode", hint="ac=none, or find the plugin that replaced these blocks' forward",
             )
         reason = "compiled: recomputation is inside the graph, where it is not counted"
-        return Change(f"{len(again)} blocks seen to be recomputed", again, dict.fromkeys(traced, reason))
+        seen = [f"{len(again)} blocks were recomputed"] if again else []
+        if traced:
+            seen.append(f"{len(traced)} compiled blocks recompute inside their graphs, where it is not counted")
+        return Change(", ".join(seen), again, dict.fromkeys(traced, reason))
 
 
 class Checkpointed:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanyaml.config.schema import Config
+from titanyaml.data.packing import TokenData
+from titanyaml.data.stream import StreamData
+from titanyaml.data.synthetic import SyntheticData
 from titanyaml.dist.env import Env
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import Change
@@ -20,7 +23,7 @@ log = logging.getLogger("titanyaml")
 
 
 def start(
-    config: Config, run: RunDir, env: Env, built: Built, dataset: Any, *, global_batch: int, first_step: int
+    config: Config, run: RunDir, env: Env, built: Built, dataset: TokenData, *, global_batch: int, first_step: int
 ) -> None:
     """Log what is about to be trained, on what, in which precision, and write ``pipeline.json``."""
     ctx = built.context
@@ -35,23 +38,22 @@ def start(
         env.world_size, "" if env.world_size == 1 else "s", env.device.type,
     )
     for name, change in built.changes:
-        log.info("pipeline %s: %s", name, change.summary)
+        log.info("pipeline %s: %s", name, "; ".join([change.summary, *change.left_alone()]))
     for name, reason in built.resolved.off.items():
         log.info("pipeline %s: off, %s", name, reason)
     tokens = global_batch * config.train.seq_len
     log.info(
         "data %s: %s; %s tokens a step (%d x %d, accumulation %d); steps %d to %d", config.data.kind,
-        "a stream" if dataset.num_tokens is None else f"{dataset.num_tokens:,} tokens",
+        _size(dataset),
         f"{tokens:,}", global_batch, config.train.seq_len, ctx.accumulation, first_step, config.train.steps,
     )
 
 
 def verified(run: RunDir, changes: Sequence[tuple[str, Change]]) -> None:
-    """Log what only the first step could show, and add it to ``pipeline.json``."""
+    """Add to ``pipeline.json`` what only the first step could show."""
     path = run.path / "pipeline.json"
     records = json.loads(path.read_text())
     for name, change in changes:
-        log.info("pipeline %s: %s", name, change.summary)
         record = next(record for record in records if record["node"] == name)
         record["verified"] = {"summary": change.summary, "modules": change.modules, "skipped": change.skipped}
     atomic_write(path, json.dumps(records, indent=1) + "\n")
@@ -65,7 +67,13 @@ def finish(run: RunDir, result: dict[str, Any], *, saved: bool) -> None:
     log.info("done at step %d: %s", result["step"], ", ".join(losses) or "nothing was left to do")
     log.info("run directory: %s", run.path)
     if saved:
-        log.info("sample from it: python -m titanyaml runner=sample runner.checkpoint=%s", run.path)
+        log.info("sample from it: python -m titanyaml parallel=single runner=sample runner.checkpoint=%s", run.path)
+
+
+def _size(dataset: TokenData) -> str:
+    if isinstance(dataset, StreamData):
+        return "a stream"
+    return "random tokens" if isinstance(dataset, SyntheticData) else f"{dataset.num_tokens:,} tokens"
 
 
 def _name(dtype: Any) -> str:
