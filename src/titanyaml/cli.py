@@ -82,6 +82,12 @@ def _guarded() -> int:
         return _tell(error, code=error.exit_code, full=asked_for == "1")
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         return _tell(error, code=EXIT_CONFIG, full=asked_for == "1")
+    except OSError as error:  # Hydra makes the folder of a run or sweep before it calls ``task``
+        if error.filename is None:
+            raise  # a closed pipe
+        where = "hydra.sweep.dir" if "-m" in sys.argv or "--multirun" in sys.argv else "run.dir"
+        refused = ConfigError(f"the folder cannot be made: {error}", key=where, hint=f"{where}=<a folder to write in>")
+        return _tell(refused, code=EXIT_CONFIG, full=asked_for == "1")
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SystemExit as end:

@@ -44,6 +44,15 @@ def test_a_refused_configuration_is_one_report_without_a_traceback(cli: Cli) -> 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("key, more", [("run.dir", []), ("hydra.sweep.dir", ["-m", "train.steps=1,2"])])
+def test_a_folder_that_cannot_be_made_is_named(cli: Cli, tmp_path: Path, key: str, more: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    done = cli(*more, f"{key}={tmp_path}/file/x")
+    assert done.returncode == EXIT_CONFIG
+    assert f"{key}: the folder cannot be made" in done.stderr and f"{tmp_path}/file/x" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_help_works_whatever_is_wrong(cli: Cli) -> None:
     done = cli("--help", "optim.lr=-1")
     assert done.returncode == 0, done.stderr
