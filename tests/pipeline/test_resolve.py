@@ -120,7 +120,7 @@ def test_all_problems_come_at_once():
 
 def test_run_applies_in_order_and_logs_each_change(caplog):
     resolved = resolve({"late": target(fakes.Late, tag="2"), "mark": target(fakes.Mark, tag="1")}, context())
-    with caplog.at_level(logging.INFO, logger="titanyaml.pipeline"):
+    with caplog.at_level(logging.DEBUG, logger="titanyaml.pipeline"):
         transformed, changes = run(model(), resolved, context())
     assert transformed[0].tags == ["1", "2"]
     assert {name: change.summary for name, change in changes} == {"mark": "marked with 1", "late": "marked with 2"}

@@ -78,7 +78,7 @@ def resolve(nodes: Mapping[str, Mapping[str, Any]], ctx: Context) -> Resolved:
 
 
 def run(model: nn.Module, resolved: Resolved, ctx: Context) -> tuple[nn.Module, list[tuple[str, Change]]]:
-    """Apply the steps in order; one log line a change.
+    """Apply the steps in order. Each change is logged for debugging; runners show them in their own way.
 
     Raises:
         PipelineError: a step changed nothing, renamed, added or lost parameters, or untied tied weights.
@@ -90,9 +90,9 @@ def run(model: nn.Module, resolved: Resolved, ctx: Context) -> tuple[nn.Module, 
         model, change = _apply(name, transform, model, ctx)
         if damage := _damage(before, _identities(model)):
             raise PipelineError(damage, key=_key(name))
-        ctx.log.info("%s: %s", name, change.summary)
+        ctx.log.debug("%s: %s", name, change.summary)
         for line in change.left_alone():
-            ctx.log.info("%s: %s", name, line)
+            ctx.log.debug("%s: %s", name, line)
         changes.append((name, change))
     return model, changes
 

@@ -112,6 +112,8 @@ class AimMirror:
         """This run's Aim run, a new one or the one of ``aim_run.txt``, with its parameters set."""
         import aim
 
+        # it warns of every lock that is taken over; the run folder's lease says that the owner of this one is dead
+        logging.getLogger("aim.sdk.lock_manager").setLevel(logging.ERROR)
         repo, hash_file = self.config.tracker.repo, self.run.path / HASH_FILE
         known = hash_file.read_text().strip() if hash_file.exists() else None
         options = {
@@ -125,7 +127,6 @@ class AimMirror:
             with open(Path(repo) / ".aim.lock", "a") as lock:
                 # two runs that create one repository at the same time break it
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                # the run folder's lease says that a lock on a known run is a dead process's
                 aim_run = aim.Run(known, force_resume=known is not None, **options)
         atomic_write(hash_file, aim_run.hash + "\n")
         aim_run.name = self.config.run.id
