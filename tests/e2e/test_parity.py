@@ -93,9 +93,9 @@ def test_two_ranks_train_as_one(
     assert found[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=tolerance)
     assert expected[0]["loss"] > expected[-1]["loss"]
     weights, reference = tensors(checkpoints(run_two.path)[-1]), tensors(checkpoints(run_one.path)[-1])
-    assert {name: (t.dtype, t.shape) for name, t in weights.items()} == {
-        name: (t.dtype, t.shape) for name, t in reference.items()
-    }
+    assert weights.keys() == reference.keys()
+    for name, tensor in reference.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=100 * tolerance, atol=100 * tolerance, msg=name)
 
 
 def resumed(configure: Callable[..., Config], folder: Path, ranks: int, overrides: tuple[str, ...]) -> RunDir:
