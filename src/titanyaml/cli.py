@@ -182,7 +182,8 @@ def _on_ranks(cfg: DictConfig, folder: Path, typed: Typed) -> float | None:
             print(outcome.failure.text(), file=sys.stderr)
         print(f"{outcome.state}: {folder}", file=sys.stderr, flush=True)
         if outcome.exit_code == EXIT_PREEMPTED and not typed.sweep:
-            print(f"the same command with run.id={done.run_id} goes on", file=sys.stderr, flush=True)
+            ahead = "goes on" if cfg.checkpoint.enabled else "begins anew: checkpoint.enabled=false, nothing was saved"
+            print(f"the same command with run.id={done.run_id} {ahead}", file=sys.stderr, flush=True)
         _give_up(cfg, typed, exit_code=outcome.exit_code, interrupted=outcome.signal is not None)
     return done.run.status().get("metric")
 

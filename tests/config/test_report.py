@@ -216,3 +216,8 @@ def test_an_override_without_a_key(report) -> None:
 def test_more_ranks_than_any_machine(report) -> None:
     problem, = report("parallel=ddp99999999999999999999", "tokenizer=bytes").problems
     assert (problem.key, problem.allowed) == ("parallel.dp_replicate", "an integer >= -1 and <= 1048576")
+
+
+def test_an_integer_that_no_machine_counts_to(report) -> None:
+    problem, = report("train.steps=1e30", "tokenizer=bytes").problems
+    assert (problem.key, problem.allowed) == ("train.steps", "an integer >= 1, up to 2**53")

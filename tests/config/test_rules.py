@@ -27,6 +27,8 @@ CASES = {
     "mesh_fits_ranks": (["parallel=fsdp4", "launch.nproc=3"], "the mesh needs 4 ranks, but 3 are started"),
     "global_batch_is_whole": (["parallel=hsdp2x2", "train.local_batch=3", "train.global_batch=30"],
                               "is 30, not a multiple of train.local_batch=3 * 4 data ranks"),
+    "data_ranks_share_gradients": (["parallel=fsdp2", "pipeline.plugins.fsdp._target_=null"],
+                                   "is off, but 2 ranks share the data"),
     "sample_runs_alone": (["runner=sample", "runner.checkpoint=.", "parallel=fsdp2", "launch.nproc=2"], "not 2"),
     "state_fits_memory": (["model=llama3_8b", "hardware=h100_sxm", "parallel=single"],
                           "need 119.7 GiB on each of 1 shard"),

@@ -261,6 +261,8 @@ class _Walk:
             near = nearest(str(value), map(str, choices))
             return self.refuse(path, f"is {written!r}", allowed=describe(key), hint=f"{path}={near[0]}" if near else "")
         low, high = key.rules.get("low"), key.rules.get("high")
+        if high is None and isinstance(value, int) and abs(value) > 2**53:  # torch overflows
+            return self.refuse(path, f"is {written!r}", allowed=f"{describe(key)}, up to 2**53")
         above, below = key.rules.get("above"), key.rules.get("below")
         if low is not None and value < low or high is not None and value > high:
             return self.refuse(path, f"is {written!r}", allowed=describe(key),

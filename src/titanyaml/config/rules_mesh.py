@@ -80,6 +80,19 @@ def global_batch_is_whole(c: Any) -> Problem | None:
                    hint=ways("train.global_batch", multiples_around(batch, unit)))
 
 
+@rule("parallel", "launch", "pipeline.plugins")
+def data_ranks_share_gradients(c: Any) -> Problem | None:
+    """Without a plugin that sums gradients each rank would silently train a model of its own."""
+    nodes = c.pipeline.plugins
+    on = [name for name in nodes if name not in ("ac", "compile") and getattr(getattr(nodes, name), "_target_", None)]
+    ranks = world_size(c) or 1
+    if on or ranks == 1:
+        return None
+    return Problem("pipeline.plugins.fsdp", f"is off, but {ranks} ranks share the data: nothing would sum their "
+                   "gradients", allowed="titanyaml.plugins.fsdp.FullyShard, or a plugin of yours in its place",
+                   hint="parallel=single" + (" launch.nproc=1" if c.launch.nproc else ""))
+
+
 @rule("runner.name", "parallel", "launch")
 def sample_runs_alone(c: Any) -> Problem | None:
     if c.runner.name != "sample" or world_size(c) in (1, None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ class View:
         if name not in self._values:
             raise Unknown(name)
         return _wrap(self._values[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
 
 
 def _wrap(value: Any) -> Any:
