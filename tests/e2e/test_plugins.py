@@ -33,7 +33,7 @@ def test_their_plugin_trains_with_ours(cli: Cli, site: Path, straight: Path) -> 
         found = json.loads((cli.run(run_id) / "pipeline.json").read_text())
         active = [record for record in found if record.get("modules")]
         assert [record["node"] for record in active] == nodes
-        assert active[0]["node"] == name and (active[0]["stage"], active[0]["modules"]) == ("model", 1)
+        assert active[0]["node"] == name and (active[0]["stage"], active[0]["modules"]) == ("model", ["tok_embeddings"])
         assert "noise of alpha=5" in active[0]["summary"]
         assert f"pipeline {name}: training forwards add noise" in (option if name == "noise" else target).stderr
     # the same noise by either way, and recomputation changes no bit

@@ -26,7 +26,7 @@ def table(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = Non
             continue
         change = done.get(record["node"])
         what = "\n".join([change.summary, *change.left_alone()]) if change else ""
-        count = "" if change is None else str(record["modules"])
+        count = "" if change is None else "all" if "*" in change.modules else str(len(change.modules))
         view.add_row(
             str(record["order"]), record["stage"], record["node"], record["class"].rpartition(".")[2], what, count
         )
@@ -36,8 +36,8 @@ def table(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = Non
 def records(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = None) -> list[dict[str, Any]]:
     """JSON-ready records: the steps in order, then the nodes that are off.
 
-    Keys: order (from 1; null when off), stage, node, class (dotted path), summary, modules (how many were touched,
-    ``"all"`` for the whole model, null before the step has run), skipped (module to reason), off (reason, or null).
+    Keys: order (from 1; null when off), stage, node, class (dotted path), summary, modules (names of those touched,
+    ``["*"]`` for the whole model, null before the step has run), skipped (module to reason), off (reason, or null).
     """
     done = dict(changes or [])
     rows = []
@@ -49,7 +49,7 @@ def records(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = N
             "node": name,
             "class": f"{type(transform).__module__}.{type(transform).__qualname__}",
             "summary": change.summary if change else "",
-            "modules": None if change is None else "all" if "*" in change.modules else len(change.modules),
+            "modules": None if change is None else list(change.modules),
             "skipped": dict(change.skipped) if change else {},
             "off": None,
         })
