@@ -57,8 +57,11 @@ def test_unless_it_is_accepted_by_name(compose: Compose, begun: RunDir) -> None:
 
 def test_the_mesh_may_change_while_a_step_sees_equally_many_sequences(compose: Compose, begun: RunDir) -> None:
     assert "parallel.dp_shard" in changes(compose, begun, "parallel.dp_shard=1", "train.local_batch=2")
-    with pytest.raises(ConfigError, match="parallel.dp_shard"):
+    with pytest.raises(ConfigError, match="train.global_batch: a step would see 4 sequences") as refused:
         changes(compose, begun, "parallel.dp_shard=4", global_batch=4)
+    assert "train.global_batch=2 (on any mesh)" in str(refused.value)
+    accepted = "checkpoint.accept_changes=[train.global_batch]"
+    assert "parallel.dp_shard" in changes(compose, begun, "parallel.dp_shard=4", accepted, global_batch=4)
 
 
 def test_a_new_folder_has_nothing_to_differ_from(compose: Compose, tmp_path: Path) -> None:

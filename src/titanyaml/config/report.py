@@ -129,7 +129,7 @@ def _translate(error: Exception, typed: Typed, loader: Any) -> tuple[Problem, st
         near = nearest(refused[1], keys_of(schema.Config))
         hint = f"override /{near[0]}: ..." if near else ""
     elif "No match in the defaults list" in words and loader.is_group(key):
-        hint = f"a replayed configuration is frozen: type single keys such as {key}.<key>=<value>, or the first command"
+        hint = f"+{culprit} (a replay merges options over what was recorded), or single keys: {key}.<key>=<value>"
     elif refused and find_key(key) is not None and "Did you mean" not in words:
         words, hint = "is not there yet; + adds it", f"+{culprit}"
     return Problem(key, words, hint=hint, where=where), culprit

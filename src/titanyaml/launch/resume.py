@@ -50,19 +50,22 @@ def accept(cfg: DictConfig, config: Config, run: RunDir, *, global_batch: int) -
             )
         return {}
     changes = dump.changed(cfg, path)
-    free = [*FREE, *config.checkpoint.accept_changes]
-    if run.status().get("global_batch") == global_batch:
-        free += FREE_WITH_EQUAL_BATCH
-    refused = [key for key in changes if not under(key, free)]
-    if refused:
-        accepted = ",".join([*config.checkpoint.accept_changes, *refused])
-        raise ConfigError([
-            Problem(
-                key, f"is {changes[key][1]!r}, but {run.path} was begun with {changes[key][0]!r}",
-                hint=f"{key}={changes[key][0]}, another run.id, or 'checkpoint.accept_changes=[{accepted}]'",
-            )
-            for key in refused
-        ])
+    accepted = config.checkpoint.accept_changes
+    refused = {
+        key: (f"is {new!r}, but {run.path} was begun with {old!r}", f"{key}={old}")
+        for key, (old, new) in changes.items() if not under(key, [*FREE, *FREE_WITH_EQUAL_BATCH, *accepted])
+    }
+    begun_with = run.status().get("global_batch", global_batch)
+    if begun_with != global_batch and not under("train.global_batch", accepted):
+        # told by what matters, whichever of the batch and mesh keys it came from
+        words = f"a step would see {global_batch} sequences, but {run.path} was begun with {begun_with}"
+        refused["train.global_batch"] = words, f"train.global_batch={begun_with} (on any mesh)"
+    accept = f"'checkpoint.accept_changes=[{','.join([*accepted, *refused])}]'"
+    problems = [
+        Problem(key, words, hint=f"{way_out}, another run.id, or {accept}") for key, (words, way_out) in refused.items()
+    ]
+    if problems:
+        raise ConfigError(problems)
     return changes
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanyaml.config.schema import Config
@@ -42,10 +45,10 @@ def start(
     for name, reason in built.resolved.off.items():
         log.info("pipeline %s: off, %s", name, reason)
     tokens = global_batch * config.train.seq_len
+    left = f"steps {first_step} to {config.train.steps}" if first_step <= config.train.steps else "no step is left"
     log.info(
-        "data %s: %s; %s tokens a step (%d x %d, accumulation %d); steps %d to %d", config.data.kind,
-        _size(dataset),
-        f"{tokens:,}", global_batch, config.train.seq_len, ctx.accumulation, first_step, config.train.steps,
+        "data %s: %s; %s tokens a step (%d x %d, accumulation %d); %s", config.data.kind, _size(dataset),
+        f"{tokens:,}", global_batch, config.train.seq_len, ctx.accumulation, left,
     )
 
 
@@ -67,13 +70,20 @@ def finish(run: RunDir, result: dict[str, Any], *, saved: bool) -> None:
     log.info("done at step %d: %s", result["step"], ", ".join(losses) or "nothing was left to do")
     log.info("run directory: %s", run.path)
     if saved:
-        log.info("sample from it: python -m titanyaml parallel=single runner=sample runner.checkpoint=%s", run.path)
+        log.info("sample from it: python -m titanyaml parallel=single runner=sample %s", _typed(run.path))
 
 
 def _size(dataset: TokenData) -> str:
     if isinstance(dataset, StreamData):
         return "a stream"
     return "random tokens" if isinstance(dataset, SyntheticData) else f"{dataset.num_tokens:,} tokens"
+
+
+def _typed(path: Path) -> str:
+    """The override that names a folder, quoted for the shell and for Hydra where it must be."""
+    if re.fullmatch(r"[\w./:+-]+", str(path)):
+        return f"runner.checkpoint={path}"
+    return shlex.quote(f'runner.checkpoint="{path}"')
 
 
 def _name(dtype: Any) -> str:
