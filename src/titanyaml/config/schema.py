@@ -205,7 +205,7 @@ class Loss:
 class Train:
     """The loop. Batches count sequences."""
 
-    steps: int = key(250, "optimizer steps", low=1)
+    steps: int = key(200, "optimizer steps", low=1)
     seq_len: int = key("${titan.min:${model.max_seq_len},8192}", "tokens in a sequence", low=1)
     local_batch: int = key(4, "sequences per data rank and forward", low=1)
     global_batch: int | None = key(None, "sequences per step; null: no gradient accumulation", low=1)
