@@ -5,14 +5,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.ranks import run_ranks
 from titanyaml.errors import DataError
 from titanyaml.loss import IGNORE_INDEX, CrossEntropy, chunked_cross_entropy
 
 VOCAB, DIM = 53, 16
+ALONE = ("", 0, 1)  # the operator's arguments for a weight that is whole
 
 
 def inputs(dtype: torch.dtype = torch.float32, *, vocab: int = VOCAB) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +114,7 @@ def test_no_tensor_of_all_logits_is_made(dtype: torch.dtype) -> None:
     weight = torch.randn(vocab, dim, generator=generator).to(dtype)
     labels = torch.randint(vocab, (tokens,), generator=generator)
     with Recorder() as seen:
-        chunked_cross_entropy(hidden, weight, labels, chunk, IGNORE_INDEX, True, True)
+        chunked_cross_entropy(hidden, weight, labels, chunk, IGNORE_INDEX, True, True, *ALONE)
     assert max(seen.sizes) == chunk * vocab  # 1/16 of [tokens, V]
     with Recorder() as reference:
         plain(hidden.view(1, tokens, dim), weight, labels)
@@ -121,7 +125,7 @@ def test_without_gradients_no_gradient_work_is_done() -> None:
     hidden, weight, labels = inputs()
     with Recorder() as seen:
         loss, *gradients = chunked_cross_entropy(
-            hidden.detach().flatten(0, 1), weight.detach(), labels.flatten(), 4, IGNORE_INDEX, False, False
+            hidden.detach().flatten(0, 1), weight.detach(), labels.flatten(), 4, IGNORE_INDEX, False, False, *ALONE
         )
     assert not seen.names & {"addmm_", "addmm", "scatter_", "exp"} and [g.numel() for g in gradients] == [0, 0]
     with torch.no_grad():
@@ -163,7 +167,9 @@ def test_compiles_without_a_graph_break(backend: str) -> None:
 
 def test_operator_contract_and_fake_tensors() -> None:
     hidden, weight, labels = inputs(torch.bfloat16)
-    arguments = (hidden.detach().flatten(0, 1), weight.detach(), labels.flatten(), 4, IGNORE_INDEX, True, True)
+    arguments = (
+        hidden.detach().flatten(0, 1), weight.detach(), labels.flatten(), 4, IGNORE_INDEX, True, True, *ALONE
+    )
     torch.library.opcheck(torch.ops.titanyaml.chunked_cross_entropy.default, arguments)
     mode = FakeTensorMode()
     fake = [mode.from_tensor(t) for t in (hidden, weight, labels)]
@@ -200,3 +206,45 @@ def test_bf16_on_cuda_neither_rounds_logits_nor_stalls() -> None:
     for ours, theirs in zip((hidden, weight), wide, strict=True):
         error = (ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()
         assert error < 5e-3
+
+
+def sharded(rank: int, chunk_tokens: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, this rank's summand of the hidden states' gradient, and the whole gradient of the sharded weight."""
+    hidden, weight, labels = inputs(torch.float64, vocab=54)
+    weight = (weight.detach() * scale).requires_grad_()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    shards = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    loss = CrossEntropy(chunk_tokens)(hidden, shards, labels)
+    loss.backward()
+    with torch.no_grad():
+        assert torch.equal(CrossEntropy(chunk_tokens)(hidden, shards, labels), loss)
+    return loss.detach(), hidden.grad, shards.grad.full_tensor()
+
+
+@pytest.mark.parametrize(("ranks", "chunk_tokens", "scale"), [(2, 4, 1.0), (3, 1000, 1.0), (2, 7, 300.0)])
+def test_rows_of_the_vocabulary_on_several_ranks(ranks: int, chunk_tokens: int, scale: float) -> None:
+    """With logits of thousands (scale 300) only a maximum over all ranks keeps the sum finite."""
+    hidden, weight, labels = inputs(torch.float64, vocab=54)
+    weight = (weight.detach() * scale).requires_grad_()
+    wanted = plain(hidden, weight, labels)
+    wanted.backward()
+    losses, hidden_grads, weight_grads = zip(*run_ranks(sharded, ranks, chunk_tokens, scale), strict=True)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    torch.testing.assert_close(losses[0], wanted.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(sum(hidden_grads), hidden.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weight_grads[0], weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def sharded_bad_label(rank: int, label: int) -> str:
+    hidden, weight, labels = inputs(vocab=54)
+    labels[1, 3] = label
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(DataError) as error:
+        CrossEntropy(4)(hidden, distribute_tensor(weight.detach(), mesh, [Shard(0)]), labels)
+    return error.value.message
+
+
+@pytest.mark.parametrize("label", [-1, 54])
+def test_a_label_that_no_rank_owns(label: int) -> None:
+    message = f"label {label} is outside the vocabulary of 54 ids"
+    assert run_ranks(sharded_bad_label, 2, label) == [message, message]

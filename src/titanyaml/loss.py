@@ -5,7 +5,9 @@ A plain loss holds logits, their float32 copy and its gradient at once: tokens *
 hidden states and of the head's weight; then its logits are freed. The backward pass only scales those gradients.
 
 The chunk loop is one custom operator, so that Dynamo, AOTAutograd and fake tensors take it whole: no graph break in a
-compiled model. Shapes: B batch, S sequence, N = B*S tokens, C tokens of a chunk, D model width, V vocabulary.
+compiled model. Where the head's weight is a DTensor over tensor-parallel ranks, each of them forms the logits of its own
+rows only, and the normalisation is taken over all. Shapes: B batch, S sequence, N = B*S tokens, C tokens of a chunk,
+D model width, V vocabulary, or this rank's rows of it.
 """
 
 from __future__ import annotations
@@ -16,12 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titanyaml.dist import compat
+from titanyaml.dist.tensor import TensorGroup, local, own_rows
 from titanyaml.errors import DataError
 
 #: Label of a position that has no target.
 IGNORE_INDEX = -100
+#: Of a weight that is whole on every rank; no process group has this name.
+_ALONE = TensorGroup(name="", rank=0, size=1)
 
 
 @dataclass(frozen=True)
@@ -39,20 +46,26 @@ class CrossEntropy:
         """Project, normalise, sum.
 
         Args:
-            hidden_BSD: final hidden states. weight_VD: the head's weight, same dtype. labels_BS: int64 ids.
+            hidden_BSD: final hidden states. weight_VD: the head's weight, same dtype; whole, or a DTensor with its
+                rows on the ranks of one axis, where all of them call with equal hidden states and labels.
+                labels_BS: int64 ids.
 
         Returns:
             0-dim sum, float32, or float64 for float64 inputs; 0 where no label is valid. Gradients come in the dtype
-            of their tensor; that of the weight is summed in float32 (float64) over all chunks and rounded once.
+            of their tensor; that of the weight is summed in float32 (float64) over all chunks and rounded once. With
+            a sharded weight the sum is the same on all its ranks, and the hidden states' gradient a summand of the
+            true one on each.
 
         Raises:
             DataError: a label is outside the vocabulary (CPU). On CUDA the lookup's device-side assertion fails
                 instead, since looking at the labels would stall the device in every step.
         """
+        group = TensorGroup.of(weight_VD.device_mesh) if isinstance(weight_VD, DTensor) else _ALONE
         return _ChunkedCrossEntropy.apply(
-            hidden_BSD.flatten(0, -2), weight_VD, labels_BS.flatten(), self.chunk_tokens, self.ignore_index,
+            hidden_BSD.flatten(0, -2), local(weight_VD), labels_BS.flatten(), self.chunk_tokens, self.ignore_index,
             torch.is_grad_enabled() and hidden_BSD.requires_grad,
             torch.is_grad_enabled() and weight_VD.requires_grad,
+            group.name, group.rank, group.size,
         )
 
 
@@ -60,10 +73,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
-        hidden_needs_grad: bool, weight_needs_grad: bool,
+        hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int,
     ) -> Tensor:
         loss, *gradients = _operator(
-            hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, hidden_needs_grad, weight_needs_grad
+            hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, hidden_needs_grad, weight_needs_grad,
+            group_name, rank, size,
         )
         ctx.save_for_backward(*gradients)
         ctx.dtype = weight_VD.dtype
@@ -80,14 +94,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             weight = torch.empty_like(grad_weight_VD, dtype=ctx.dtype)
             torch.mul(grad_weight_VD, grad_loss, out=weight)  # no second float32 copy of [V, D]
-        return hidden, weight, None, None, None, None, None
+        return hidden, weight, *(None,) * 8
 
 
 def chunked_cross_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
-    hidden_needs_grad: bool, weight_needs_grad: bool,
+    hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients of its sum in one pass over chunks of tokens.
+
+    Args:
+        group_name: process group over whose ``size`` ranks the weight's rows lie; "" where they are all here.
 
     Returns:
         The 0-dim sum; its gradient by hidden_ND in hidden_ND's dtype; its gradient by weight_VD in float32 (float64).
@@ -100,24 +117,37 @@ def chunked_cross_entropy(
     valid_N = labels_N != ignore_index
     labels_N = labels_N.where(valid_N, 0)
     if labels_N.device.type == "cpu":
-        _check_labels(labels_N, vocab_size=weight_VD.shape[0])
+        _check_labels(labels_N, vocab_size=weight_VD.shape[0] * size)
+    labels_N, mine_N = own_rows(labels_N, rows=weight_VD.shape[0], rank=rank, size=size)
     loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
     grad_hidden_ND, grad_weight_VD = _gradient_buffers(hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad)
     for start in range(0, hidden_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        hidden_CD, labels_C1, valid_C1 = hidden_ND[rows], labels_N[rows, None], valid_N[rows, None]
-        log_probs_CV = torch.log_softmax(_logits(hidden_CD, weight_VD, dtype=wide), dim=-1)
+        hidden_CD, labels_C1, valid_C1, mine_C1 = (
+            hidden_ND[rows], labels_N[rows, None], valid_N[rows, None], mine_N[rows, None]
+        )
+        log_probs_CV = _log_probs(_logits(hidden_CD, weight_VD, dtype=wide), group_name=group_name)
         label_log_probs_C1 = log_probs_CV.gather(1, labels_C1)
-        loss -= label_log_probs_C1.where(valid_C1, 0).sum()
+        loss -= label_log_probs_C1.where(valid_C1 & mine_C1, 0).sum()
         if not (hidden_needs_grad or weight_needs_grad):
             continue
-        grad_CV = _logit_gradient(log_probs_CV, labels_C1, label_log_probs_C1, dtype=hidden_ND.dtype)
+        grad_CV = _logit_gradient(log_probs_CV, labels_C1, label_log_probs_C1, mine_C1, dtype=hidden_ND.dtype)
         # ignored tokens are zeroed where rows are D wide, not V
         if hidden_needs_grad:
             torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows]).mul_(valid_C1)
         if weight_needs_grad:
             _add_outer(grad_weight_VD, grad_CV, hidden_CD * valid_C1)
+    if group_name:
+        loss = compat.all_reduce(loss, "sum", group_name)  # each label was counted where its row is
     return loss, grad_hidden_ND, grad_weight_VD
+
+
+def _log_probs(logits_CV: Tensor, *, group_name: str) -> Tensor:
+    """Log-softmax over the rows of all ranks; a sharded one overwrites the logits."""
+    if not group_name:
+        return torch.log_softmax(logits_CV, dim=-1)
+    logits_CV -= compat.all_reduce(logits_CV.amax(dim=-1, keepdim=True), "max", group_name)
+    return logits_CV.sub_(compat.all_reduce(logits_CV.exp().sum(dim=-1, keepdim=True), "sum", group_name).log_())
 
 
 def _gradient_buffers(
@@ -138,13 +168,15 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, *, dtype: torch.dtype) -> Tens
 
 
 def _logit_gradient(
-    log_probs_CV: Tensor, labels_C1: Tensor, label_log_probs_C1: Tensor, *, dtype: torch.dtype
+    log_probs_CV: Tensor, labels_C1: Tensor, label_log_probs_C1: Tensor, mine_C1: Tensor, *, dtype: torch.dtype
 ) -> Tensor:
-    """softmax - one_hot(label) in ``dtype``; may overwrite log_probs_CV. One pass over it: memory traffic is the cost
+    """softmax - one_hot(label, where its row is ours) in ``dtype``; may overwrite log_probs_CV. One pass over it: memory traffic is the cost
     of this loss beside its matrix products."""
     same = log_probs_CV.dtype == dtype
     grad_CV = torch.exp(log_probs_CV, out=log_probs_CV if same else torch.empty_like(log_probs_CV, dtype=dtype))
-    return grad_CV.scatter_(1, labels_C1, label_log_probs_C1.expm1().to(dtype))
+    # expm1: p - 1 is exact where the label is nearly certain
+    at_label_C1 = label_log_probs_C1.expm1().where(mine_C1, label_log_probs_C1.exp())
+    return grad_CV.scatter_(1, labels_C1, at_label_C1.to(dtype))
 
 
 def _add_outer(sum_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
@@ -173,7 +205,7 @@ _operator = torch.library.custom_op("titanyaml::chunked_cross_entropy", chunked_
 @_operator.register_fake
 def _(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
-    hidden_needs_grad: bool, weight_needs_grad: bool,
+    hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden_ND.new_empty((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
     return loss, *_gradient_buffers(hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad)

@@ -22,7 +22,15 @@ CASES = {
     "sequence_fits_model": (["train.seq_len=513"], "is 513, longer than model.max_seq_len=512"),
     "recompute_reaches_a_block": (["ac=selective_layer", "ac.every=5"], "is 5, but the model has 4 blocks"),
     "degrees_are_sizes": (["parallel=single", "parallel.dp_shard=0"], "is 0"),
-    "axes_are_built": (["parallel=fsdp2_tp2_cp2"], "cp=2, tp=2: not built yet"),
+    "axes_are_built": (["parallel=fsdp2_tp2_cp2"], "cp=2: not built yet"),
+    "tensor_ranks_share_heads": (["parallel=tp4", "model.num_heads=6", "model.num_kv_heads=2"],
+                                 "is 6, which 4 tensor-parallel ranks cannot share evenly"),
+    "tensor_ranks_share_kv_heads": (["parallel=tp4", "model.num_heads=8", "model.num_kv_heads=2"],
+                                    "is 2, which 4 tensor-parallel ranks cannot share"),
+    "tensor_ranks_share_features": (["parallel=fsdp2_tp4", "model.ffn_dim=1001"], "is 1001, which 4"),
+    "tensor_ranks_share_vocabulary": (["parallel=tp2", "model.vocab_size=4097"], "is 4097, which 2"),
+    "tensor_ranks_share_the_sequence": (["parallel=single", "parallel.tp=-1", "launch.nproc=4", "train.seq_len=510"],
+                                        "is 510, which 4"),
     "one_degree_is_derived": (["parallel=auto", "parallel.dp_replicate=-1"], "dp_replicate and dp_shard are -1"),
     "mesh_fits_ranks": (["parallel=fsdp4", "launch.nproc=3"], "the mesh needs 4 ranks, but 3 are started"),
     "global_batch_is_whole": (["parallel=hsdp2x2", "train.local_batch=3", "train.global_batch=30"],
@@ -132,6 +140,13 @@ def test_derived_degree_takes_only_multiples(ask) -> None:
     assert problem.hint == "launch.nproc=4 or launch.nproc=8"
     for way in problem.hint.split(" or "):
         assert ask("mesh_fits_ranks", [*overrides, way]) is None
+
+
+def test_the_whole_sequence_on_every_rank_need_not_divide(ask) -> None:
+    overrides = ["parallel=tp4", "train.seq_len=510"]
+    hint = "parallel.tp=3 or parallel.tp=5 or train.seq_len=508 or train.seq_len=512 or " \
+           "parallel.tp_sequence_parallel=false"
+    assert ask("tensor_ranks_share_the_sequence", overrides).hint == hint
 
 
 def test_a_mesh_without_nproc_brings_its_own_ranks(ask) -> None:

@@ -29,7 +29,7 @@ def axes_are_built(c: Any) -> Problem | None:
         return None
     spelled = ", ".join(f"{axis}={getattr(c.parallel, axis)}" for axis in missing)
     return Problem(f"parallel.{missing[0]}", f"{spelled}: not built yet; this version has "
-                   f"{' and '.join(BUILT_AXES)} (ddpN, fsdpN, hsdpRxS)", allowed="1",
+                   f"{', '.join(BUILT_AXES)} (ddpN, fsdpN, hsdpRxS, tpN)", allowed="1",
                    hint=" ".join(f"parallel.{axis}=1" for axis in missing))
 
 

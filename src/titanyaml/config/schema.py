@@ -104,6 +104,9 @@ class Parallel:
         "free gathered weights after a block's forward; auto: all but the last block",
         choices=["auto", "always", "never"],
     )
+    tp_sequence_parallel: bool = key(
+        True, "tp ranks hold a slice of the sequence between the split matrices; false: the whole of it"
+    )
 
 
 @dataclass

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,27 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
         target.copy_(source)
 
 
+def all_reduce(tensor: Tensor, operation: str, group_name: str) -> Tensor:
+    """A new tensor, reduced over a group; ``operation`` "sum" or "max". A functional operator: compilers see it.
+
+    The public functions around these operators return before the result is there, and their names changed in 2.13.
+    """
+    pending = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, group_name)
+    return torch.ops._c10d_functional.wait_tensor(pending)
+
+
+def all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
+    """Every rank's tensor (contiguous), one after the other along dimension 0; functional."""
+    pending = torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, group_name)
+    return torch.ops._c10d_functional.wait_tensor(pending)
+
+
+def reduce_scatter(tensor: Tensor, size: int, group_name: str) -> Tensor:
+    """This rank's slice along dimension 0 of the sum over a group; functional."""
+    pending = torch.ops._c10d_functional.reduce_scatter_tensor(tensor, "sum", size, group_name)
+    return torch.ops._c10d_functional.wait_tensor(pending)
+
+
 @dataclass(frozen=True)
 class CompileCounts:
     """What torch.compile has done in this process: graphs built, and why a graph broke with how often."""
@@ -79,6 +101,35 @@ def guard_module_hooks() -> None:
 
     if hasattr(config, "skip_nnmodule_hook_guards"):
         config.skip_nnmodule_hook_guards = False
+
+
+def mend_saved_rng_states() -> None:
+    """Let a compiled block with recomputation have DTensor parameters (torch 2.13).
+
+    What a compiled forward keeps for its backward is listed as tensors, then other objects, then symbols, and sliced
+    by their counts. The states of recomputed random operators (fused attention counts as one) are put before the
+    symbols, but behind the objects, of which a DTensor's mesh is one: a mesh is then taken for a tensor and refused.
+    """
+    from torch._functorch import partitioners
+
+    original = getattr(partitioners, "functionalize_rng_ops", None)
+    if original is None or not hasattr(partitioners, "is_opaque_node") or hasattr(original, "mended"):
+        return
+
+    def functionalize(joint: Any, forward: Any, backward: Any, num_sym_nodes: int) -> Any:
+        [output] = forward.graph.find_nodes(op="output")
+        objects = sum(partitioners.is_opaque_node(node) for node in output.args[0])
+        forward, backward = original(joint, forward, backward, num_sym_nodes + objects)
+        inputs = backward.graph.find_nodes(op="placeholder")
+        tangent = next(node for node in inputs if node.name.startswith("tangents"))
+        for node in inputs[: inputs.index(tangent)]:
+            if partitioners.is_opaque_node(node):
+                tangent.prepend(node)  # the same order here: states before objects
+        backward.recompile()
+        return forward, backward
+
+    functionalize.mended = True
+    partitioners.functionalize_rng_ops = functionalize
 
 
 @contextmanager

@@ -56,3 +56,7 @@ class ParallelDims:
         if mesh is None:
             return 0
         return mesh.get_local_rank("dp_replicate") * self.dp_shard + mesh.get_local_rank("dp_shard")
+
+    def speaks(self, mesh: DeviceMesh | None) -> bool:
+        """Whether this rank's loss and token counts are added up: of tp peers, who hold the same, the first does."""
+        return mesh is None or mesh.get_local_rank("tp") == 0

@@ -18,7 +18,7 @@ from titanyaml.errors import ConfigError
 from titanyaml.models import rope
 from titanyaml.models.attention import Attention, KVCache, document_mask, head_size
 from titanyaml.models.layers import FeedForward, OutputProjection, RMSNorm
-from titanyaml.models.protocol import ModelFacts
+from titanyaml.models.protocol import BlockLayout, ModelFacts
 
 #: (hidden_BSD, head weight_VD, labels_BS or None) -> what the forward returns
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -176,4 +176,11 @@ def _facts(model: Decoder) -> ModelFacts:
         vocab_size=spec.vocab_size,
         max_seq_len=spec.max_seq_len,
         tied=spec.tie_embeddings,
+        layout=BlockLayout(
+            entries=("attention", "feed_forward"),
+            column=("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
+            row=("attention.wo", "feed_forward.w2"),
+            stream_norms=("attention_norm", "ffn_norm"),
+            head_norms=("attention.q_norm", "attention.k_norm") if spec.qk_norm else (),
+        ),
     )

@@ -6,6 +6,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class BlockLayout:
+    """How a block's matrices follow on each other: what tensor parallelism has to know. Names within a block.
+
+    Args:
+        entries: modules that take the normalised residual stream and return what is added to it.
+        column: linear layers of the entries' inputs, split by output feature (attention: by head).
+        row: linear layers of the entries' outputs, split by input feature; their outputs are summands.
+        stream_norms: norms over the residual stream. head_norms: norms of single heads.
+    """
+
+    entries: tuple[str, ...]
+    column: tuple[str, ...]
+    row: tuple[str, ...]
+    stream_norms: tuple[str, ...]
+    head_norms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Facts of one decoder.
 
@@ -16,6 +34,7 @@ class ModelFacts:
         num_embedding_params: parameters of the input embedding (not in the FLOPs of a token).
         num_layers, num_heads, num_kv_heads, head_dim, dim, ffn_dim, vocab_size, max_seq_len: sizes.
         tied: whether head and embedding share their weight.
+        layout: of every block.
     """
 
     blocks: tuple[str, ...]
@@ -33,6 +52,7 @@ class ModelFacts:
     vocab_size: int
     max_seq_len: int
     tied: bool
+    layout: BlockLayout
 
     def flops_per_token(self, seq_len: int) -> int:
         """Training FLOPs per token: 6*(parameters - input embedding) + 12*layers*heads*head_dim*seq.

@@ -55,6 +55,7 @@ class Compile:
         """Mark the modules; the graphs are built by the first step."""
         self.earlier = compat.compile_counts()
         compat.guard_module_hooks()  # another plugin may hook a single block
+        compat.mend_saved_rng_states()  # another plugin may have made DTensors of the parameters
         names = ["*"] if self.mode == "model" else list(ctx.facts.blocks)
         for module in [model] if self.mode == "model" else map(model.get_submodule, names):
             module.compile(backend=self.backend, fullgraph=True, dynamic=False)

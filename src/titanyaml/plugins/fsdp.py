@@ -120,11 +120,15 @@ def _release(model: nn.Module, args: Any, output: Any) -> None:
 
 def _cast(model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
     """Store the parameters in the compute dtype. Buffers (rotary tables) keep theirs; ties keep their one parameter."""
-    parameters = list(model.parameters())
-    for parameter in parameters:
-        parameter.data = parameter.data.to(ctx.compute_dtype)
+    narrow: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            # new ones: assigning to .data leaves a DTensor as it is, without a word
+            if parameter not in narrow:
+                narrow[parameter] = nn.Parameter(parameter.detach().to(ctx.compute_dtype), parameter.requires_grad)
+            setattr(module, leaf, narrow[parameter])
     return model, Change(
-        f"one data rank: {len(parameters)} parameters stored in {_short(ctx.compute_dtype)}, "
+        f"one data rank: {len(narrow)} parameters stored in {_short(ctx.compute_dtype)}, "
         f"the optimizer keeps the {_short(ctx.param_dtype)} masters",
         _owners(model),
     )

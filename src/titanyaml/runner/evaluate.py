@@ -40,7 +40,8 @@ def mean_loss(
         tokens += valid_tokens(step)
         for batch in step:
             loss_sum += built.model(**setup.to_device(batch, env.device, documents=documents), loss_fn=loss_fn)
-    total, count = comm.sum_scalars([float(loss_sum), tokens], env)
+    mine = [float(loss_sum), tokens] if dims.speaks(built.context.mesh) else [0.0, 0.0]
+    total, count = comm.sum_scalars(mine, env)
     return total / count
 
 

@@ -1,0 +1,62 @@
+"""Rules of tensor parallelism: every rank gets an equal part of heads, features, vocabulary and sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titanyaml.config.ranks import fixed_product, world_size
+from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
+from titanyaml.errors import Problem
+
+RULES: list[Rule] = []
+rule = into(RULES)
+
+
+def tensor_ranks(c: Any) -> int | None:
+    """The degree ``parallel.tp``, derived where it is -1; None where it cannot be, of which another rule speaks."""
+    if c.parallel.tp != -1:
+        return c.parallel.tp
+    fixed, _ = fixed_product(c.parallel)
+    ranks = world_size(c)
+    return None if ranks is None or fixed < 1 or ranks % fixed else ranks // fixed
+
+
+def _divides(c: Any, key: str, size: int, *sizes: int) -> Problem | None:
+    """A problem where tp does not divide ``size``; other degrees that are offered divide ``sizes`` too."""
+    tp = tensor_ranks(c)
+    if tp is None or tp < 1 or size % tp == 0:
+        return None
+    degrees = [n for n in range(1, size + 1) if all(other % n == 0 for other in (size, *sizes))]
+    near = multiples_around(size, tp)
+    return Problem(key, f"is {size}, which {tp} tensor-parallel ranks cannot share evenly",
+                   allowed=f"multiples of parallel.tp={tp}",
+                   hint=f"{ways('parallel.tp', nearest_numbers(tp, degrees))} or {ways(key, near)}")
+
+
+@rule("parallel", "launch", "model.num_heads", "model.num_kv_heads")
+def tensor_ranks_share_heads(c: Any) -> Problem | None:
+    return _divides(c, "model.num_heads", c.model.num_heads, c.model.num_kv_heads)
+
+
+@rule("parallel", "launch", "model.num_heads", "model.num_kv_heads")
+def tensor_ranks_share_kv_heads(c: Any) -> Problem | None:
+    return _divides(c, "model.num_kv_heads", c.model.num_kv_heads, c.model.num_heads)
+
+
+@rule("parallel", "launch", "model.ffn_dim")
+def tensor_ranks_share_features(c: Any) -> Problem | None:
+    return _divides(c, "model.ffn_dim", c.model.ffn_dim)
+
+
+@rule("parallel", "launch", "model.vocab_size")
+def tensor_ranks_share_vocabulary(c: Any) -> Problem | None:
+    return _divides(c, "model.vocab_size", c.model.vocab_size)
+
+
+@rule("parallel", "launch", "train.seq_len")
+def tensor_ranks_share_the_sequence(c: Any) -> Problem | None:
+    problem = _divides(c, "train.seq_len", c.train.seq_len) if c.parallel.tp_sequence_parallel else None
+    if problem is None:
+        return None
+    return Problem(problem.key, problem.message, allowed=problem.allowed,
+                   hint=f"{problem.hint} or parallel.tp_sequence_parallel=false")

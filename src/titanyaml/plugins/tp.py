@@ -1,0 +1,223 @@
+"""Tensor parallelism: every matrix is split over the tp ranks, the embedding and the head by rows of the vocabulary.
+
+Parameters become DTensors under their old names, for FSDP, optimizer and checkpoints. The forward works on their local
+shards with explicit collectives (``dist.tensor``), in modules that change their class in place. Per block, what enters
+attention or feed-forward is gathered along the sequence and what leaves them is summed and scattered; between them, with
+sequence parallelism, every rank holds its slice of the sequence only. Without it the residual stream is whole on every
+rank and the two collectives are an all-reduce each way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from titanyaml.dist.tensor import TensorGroup, gather_sequence, local, own_rows, scatter_sum, sum_gradient, sum_parts
+from titanyaml.errors import DataError, PipelineError, Problem
+from titanyaml.models.layers import OutputProjection, RMSNorm
+from titanyaml.pipeline.protocol import Change, Context
+
+
+class TensorParallel:
+    """Split the model's matrices over ``mesh["tp"]``.
+
+    Args:
+        sequence_parallel: keep only 1/tp of the sequence between the split parts: less memory for activations, and the
+            same bytes sent.
+    """
+
+    stage = "tp"
+
+    def __init__(self, *, sequence_parallel: bool = True) -> None:
+        self.sequence_parallel = sequence_parallel
+
+    def reason_off(self, ctx: Context) -> str:
+        """Off on one tp rank."""
+        return "parallel.tp is 1" if ctx.dims.tp == 1 else ""
+
+    def check(self, ctx: Context) -> list[Problem]:
+        """All that is split divides by tp. The rule table says the same earlier, with the nearest legal values."""
+        facts, tp = ctx.facts, ctx.dims.tp
+        sizes = {
+            "model.num_heads": facts.num_heads, "model.num_kv_heads": facts.num_kv_heads,
+            "model.ffn_dim": facts.ffn_dim, "model.vocab_size": facts.vocab_size,
+        }
+        if self.sequence_parallel:
+            sizes["train.seq_len"] = ctx.seq_len
+        return [
+            Problem(key, f"is {size}, not a multiple of parallel.tp={tp}", allowed=f"multiples of {tp}",
+                    hint=f"{key}={-(-size // tp) * tp}")
+            for key, size in sizes.items() if size % tp
+        ]
+
+    def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
+        """Split blocks, embedding and head.
+
+        Raises:
+            PipelineError: an earlier plugin left a module of a kind that cannot be split.
+        """
+        assert ctx.mesh is not None, "more than one rank and no mesh"
+        split = _Splitter(model, ctx.mesh["tp"], sequence=self.sequence_parallel, dtype=ctx.reduce_dtype)
+        facts, layout = ctx.facts, ctx.facts.layout
+        for block in facts.blocks:
+            for name in layout.column:
+                split.column(f"{block}.{name}")
+            for name in layout.row:
+                split.row(f"{block}.{name}")
+            for name in layout.stream_norms:
+                split.norm(f"{block}.{name}", sees_a_part=self.sequence_parallel)
+            for name in layout.head_norms:
+                split.norm(f"{block}.{name}", sees_a_part=True)
+            for name in layout.entries:
+                model.get_submodule(f"{block}.{name}").register_forward_pre_hook(split.enter)
+        split.embedding(facts.embedding)
+        split.norm(facts.final_norm, sees_a_part=self.sequence_parallel)
+        model.get_submodule(facts.final_norm).register_forward_hook(split.leave)
+        if not facts.tied:
+            split.head(facts.head)
+        stream = "the residual stream by sequence" if self.sequence_parallel else "the residual stream whole"
+        return model, Change(
+            f"{len(split.sharded)} modules over tp({ctx.dims.tp}), {len(split.replicated)} norms replicated; "
+            f"vocabulary and loss by {facts.vocab_size // ctx.dims.tp} ids, {stream}",
+            [*split.sharded, *split.replicated],
+        )
+
+
+class _Splitter:
+    """Turns modules of one model into those below, and notes which."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, sequence: bool, dtype: torch.dtype) -> None:
+        self.model, self.mesh, self.sequence, self.dtype = model, mesh, sequence, dtype
+        self.group = TensorGroup.of(mesh)
+        self.sharded: list[str] = []
+        self.replicated: list[str] = []
+        self.enter, self.leave = _Enter(self.group, sequence), _Leave(self.group, sequence)
+
+    def column(self, name: str) -> None:
+        self._turn(name, nn.Linear, ColumnLinear, weight=Shard(0), bias=Shard(0))
+        self.sharded.append(name)
+
+    def row(self, name: str) -> None:
+        module = self._turn(name, nn.Linear, RowLinear, weight=Shard(1), bias=Replicate())
+        module.sequence, module.dtype = self.sequence, self.dtype
+        self.sharded.append(name)
+
+    def norm(self, name: str, *, sees_a_part: bool) -> None:
+        module = self._turn(name, RMSNorm, ReplicatedNorm, weight=Replicate())
+        module.sees_a_part, module.dtype = sees_a_part, self.dtype
+        self.replicated.append(name)
+
+    def embedding(self, name: str) -> None:
+        module = self._turn(name, nn.Embedding, VocabEmbedding, weight=Shard(0))
+        module.sequence = self.sequence
+        self.sharded.append(name)
+
+    def head(self, name: str) -> None:
+        self._turn(name, OutputProjection, OutputProjection, weight=Shard(0))
+        self.sharded.append(name)
+
+    def _turn(self, name: str, old: type, new: type, **placements: Placement) -> Any:
+        module = self.model.get_submodule(name)
+        if type(module) is not old:
+            raise PipelineError(
+                f"{name} is a {type(module).__name__}, which cannot be split; only {old.__name__} can",
+                key="parallel.tp", hint="parallel.tp=1, or switch off the plugin that replaced it",
+            )
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            shard = distribute_tensor(parameter.detach(), self.mesh, [placements[leaf]], src_data_rank=None)
+            setattr(module, leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+        module.__class__, module.group = new, self.group
+        return module
+
+
+class _Enter:
+    """Hook before attention and feed-forward: the whole sequence, whose gradients are summands."""
+
+    def __init__(self, group: TensorGroup, sequence: bool) -> None:
+        self.group, self.sequence = group, sequence
+
+    def __call__(self, module: nn.Module, args: tuple) -> tuple:
+        return (self.whole(args[0]), *args[1:])
+
+    def whole(self, x_BSD: Tensor) -> Tensor:
+        return gather_sequence(x_BSD, self.group) if self.sequence else sum_gradient(x_BSD, self.group)
+
+
+class _Leave(_Enter):
+    """Hook after the final norm: the loss sees the whole sequence and a part of the vocabulary."""
+
+    def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return self.whole(output)
+
+
+class ColumnLinear(nn.Linear):
+    """Some of the output features, of an input that is equal on all ranks."""
+
+    group: TensorGroup
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class RowLinear(nn.Linear):
+    """All output features of some of the inputs, summed over the ranks; the bias is added once, to the sum."""
+
+    group: TensorGroup
+    sequence: bool
+    dtype: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, local(self.weight))
+        out = scatter_sum(out, self.group) if self.sequence else sum_parts(out, self.group)
+        if self.bias is None:
+            return out
+        bias = local(self.bias)
+        return out + (sum_gradient(bias, self.group, dtype=self.dtype) if self.sequence else bias)
+
+
+class ReplicatedNorm(RMSNorm):
+    """A whole weight on every rank. Where a rank sees a part of the tokens or heads, the gradients are summed."""
+
+    group: TensorGroup
+    sees_a_part: bool
+    dtype: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight)
+        if self.sees_a_part:
+            weight = sum_gradient(weight, self.group, dtype=self.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class VocabEmbedding(nn.Embedding):
+    """Some rows of the table. Ids of other ranks give zeros; the sum over the ranks is the embedding, exactly."""
+
+    group: TensorGroup
+    sequence: bool
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Embed int64 ids [B, S] as [B, S, D], or [B, S/tp, D] with sequence parallelism.
+
+        Raises:
+            DataError: an id is outside the vocabulary (CPU, eager; elsewhere the lookup itself fails).
+        """
+        if tokens_BS.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_ids(tokens_BS, vocab_size=self.num_embeddings)
+        weight = local(self.weight)
+        rows_BS, mine_BS = own_rows(tokens_BS, rows=weight.shape[0], rank=self.group.rank, size=self.group.size)
+        out_BSD = F.embedding(rows_BS, weight).where(mine_BS.unsqueeze(-1), 0)
+        return scatter_sum(out_BSD, self.group) if self.sequence else sum_parts(out_BSD, self.group)
+
+
+def _check_ids(ids: Tensor, *, vocab_size: int) -> None:
+    bad = (ids < 0) | (ids >= vocab_size)
+    if bad.any():
+        raise DataError(
+            f"token id {ids[bad][0].item()} is outside the vocabulary of {vocab_size} ids", key="model.vocab_size",
+            hint="a tokenizer that fits the model, or a larger model.vocab_size",
+        )
