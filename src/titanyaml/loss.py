@@ -5,9 +5,9 @@ A plain loss holds logits, their float32 copy and its gradient at once: tokens *
 hidden states and of the head's weight; then its logits are freed. The backward pass only scales those gradients.
 
 The chunk loop is one custom operator, so that Dynamo, AOTAutograd and fake tensors take it whole: no graph break in a
-compiled model. Where the head's weight is a DTensor over tensor-parallel ranks, each of them forms the logits of its own
-rows only, and the normalisation is taken over all. Shapes: B batch, S sequence, N = B*S tokens, C tokens of a chunk,
-D model width, V vocabulary, or this rank's rows of it.
+compiled model. Where the head's weight is a DTensor over tensor-parallel ranks, each of them forms the logits of its
+own rows only, and the normalisation is taken over all. Shapes: B batch, S sequence, N = B*S tokens, C tokens of a
+chunk, D model width, V vocabulary, or this rank's rows of it.
 """
 
 from __future__ import annotations
@@ -170,8 +170,10 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, *, dtype: torch.dtype) -> Tens
 def _logit_gradient(
     log_probs_CV: Tensor, labels_C1: Tensor, label_log_probs_C1: Tensor, mine_C1: Tensor, *, dtype: torch.dtype
 ) -> Tensor:
-    """softmax - one_hot(label, where its row is ours) in ``dtype``; may overwrite log_probs_CV. One pass over it: memory traffic is the cost
-    of this loss beside its matrix products."""
+    """softmax - one_hot(label, where its row is ours) in ``dtype``; may overwrite log_probs_CV.
+
+    One pass over it: memory traffic is the cost of this loss beside its matrix products.
+    """
     same = log_probs_CV.dtype == dtype
     grad_CV = torch.exp(log_probs_CV, out=log_probs_CV if same else torch.empty_like(log_probs_CV, dtype=dtype))
     # expm1: p - 1 is exact where the label is nearly certain
@@ -214,7 +216,7 @@ def _(
 @register_flop_formula(torch.ops.titanyaml.chunked_cross_entropy)
 def _flops(
     hidden_shape: Any, weight_shape: Any, labels_shape: Any, chunk_tokens: int, ignore_index: int,
-    hidden_needs_grad: bool, weight_needs_grad: bool, **_: Any,
+    hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, **_: Any,
 ) -> int:
     """The three matrix products, as ``torch.utils.flop_counter`` counts those that it can see."""
     return 2 * hidden_shape[0] * weight_shape[0] * weight_shape[1] * (1 + hidden_needs_grad + weight_needs_grad)

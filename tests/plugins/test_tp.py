@@ -246,7 +246,7 @@ def replaced(rank: int) -> str:
     model.layers[1].attention.wq = torch.nn.Identity()
     with pytest.raises(PipelineError) as error:
         TensorParallel().apply(model, context(case.spec(), dims=case.dims, mesh=case.dims.build("cpu")))
-    return error.value.message
+    return error.value.problems[0].message
 
 
 def test_a_layer_of_another_kind_is_not_left_whole_in_silence() -> None:

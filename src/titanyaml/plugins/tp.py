@@ -2,9 +2,9 @@
 
 Parameters become DTensors under their old names, for FSDP, optimizer and checkpoints. The forward works on their local
 shards with explicit collectives (``dist.tensor``), in modules that change their class in place. Per block, what enters
-attention or feed-forward is gathered along the sequence and what leaves them is summed and scattered; between them, with
-sequence parallelism, every rank holds its slice of the sequence only. Without it the residual stream is whole on every
-rank and the two collectives are an all-reduce each way.
+attention or feed-forward is gathered along the sequence and what leaves them is summed and scattered; between them,
+with sequence parallelism, every rank holds its slice of the sequence only. Without it the residual stream is whole on
+every rank, and there is one all-reduce each way instead (Shoeybi et al. 2019; Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
