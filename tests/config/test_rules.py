@@ -23,6 +23,8 @@ CASES = {
     "recompute_reaches_a_block": (["ac=selective_layer", "ac.every=5"], "is 5, but the model has 4 blocks"),
     "degrees_are_sizes": (["parallel=single", "parallel.dp_shard=0"], "is 0"),
     "axes_are_built": (["parallel=fsdp2_tp2_cp2"], "cp=2: not built yet"),
+    "tensor_ranks_split_something": (["parallel=tp2", "++pipeline.plugins.tp._target_=null"],
+                                     "is off, but 2 ranks are to share every matrix"),
     "tensor_ranks_share_heads": (["parallel=tp4", "model.num_heads=6", "model.num_kv_heads=2"],
                                  "is 6, which 4 tensor-parallel ranks cannot share evenly"),
     "tensor_ranks_share_kv_heads": (["parallel=tp4", "model.num_heads=8", "model.num_kv_heads=2"],
@@ -140,6 +142,12 @@ def test_derived_degree_takes_only_multiples(ask) -> None:
     assert problem.hint == "launch.nproc=4 or launch.nproc=8"
     for way in problem.hint.split(" or "):
         assert ask("mesh_fits_ranks", [*overrides, way]) is None
+
+
+def test_tensor_parallel_peers_share_no_data(ask) -> None:
+    off = "++pipeline.plugins.fsdp._target_=null"
+    assert ask("data_ranks_share_gradients", ["parallel=tp2", off]) is None
+    assert "2 ranks share the data" in ask("data_ranks_share_gradients", ["parallel=fsdp2_tp2", off]).message
 
 
 def test_the_whole_sequence_on_every_rank_need_not_divide(ask) -> None:

@@ -20,17 +20,19 @@ def test_degrees_are_resolved_and_counted() -> None:
 
 def mesh_facts(rank: int, dims: ParallelDims) -> tuple:
     mesh = dims.build("cpu")
-    return mesh.mesh_dim_names, tuple(mesh.shape), dims.data_rank(mesh)
+    return mesh.mesh_dim_names, tuple(mesh.shape), dims.data_rank(mesh), dims.speaks(mesh)
 
 
 def test_axes_are_named_and_data_ranks_ignore_tensor_parallel_peers() -> None:
-    names, shapes, data_ranks = zip(*run_ranks(mesh_facts, 4, ParallelDims(dp_replicate=2, dp_shard=2)), strict=True)
+    names, shapes, data_ranks, speaks = zip(*run_ranks(mesh_facts, 4, ParallelDims(dp_replicate=2, dp_shard=2)), strict=True)
     assert set(names) == {("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     assert set(shapes) == {(1, 2, 2, 1, 1)}
     assert data_ranks == (0, 1, 2, 3)
-    assert [facts[2] for facts in run_ranks(mesh_facts, 4, ParallelDims(dp_shard=2, tp=2))] == [0, 0, 1, 1]
+    assert speaks == (True,) * 4
+    facts_of_ranks = run_ranks(mesh_facts, 4, ParallelDims(dp_shard=2, tp=2))
+    assert [facts[2:] for facts in facts_of_ranks] == [(0, True), (0, False), (1, True), (1, False)]
     assert [facts[2] for facts in run_ranks(mesh_facts, 4, ParallelDims(dp_replicate=2, pp=2))] == [0, 1, 0, 1]
 
 
 def test_one_rank_alone_reads_everything() -> None:
-    assert ParallelDims().data_rank(None) == 0
+    assert ParallelDims().data_rank(None) == 0 and ParallelDims().speaks(None)

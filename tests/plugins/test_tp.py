@@ -20,7 +20,6 @@ from titanyaml.config import schema
 from titanyaml.data.loader import Batch
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
-from titanyaml.dist.tensor import own_rows
 from titanyaml.errors import DataError, PipelineError
 from titanyaml.loss import CrossEntropy
 from titanyaml.pipeline.resolve import resolve, verify
@@ -220,13 +219,6 @@ def forward(rank: int, case: Case, token: int) -> str:
 def test_a_token_that_no_rank_owns(token: int) -> None:
     message = f"token id {token} is outside the vocabulary of {VOCAB} ids"
     assert run_ranks(forward, 2, CASES["tp2"], token) == [message, message]
-
-
-def test_rows_of_one_rank_and_of_none() -> None:
-    ids = torch.tensor([0, 3, 4, 7, 8, 11, 12, -1])
-    rows, mine = own_rows(ids, rows=4, rank=1, size=3)
-    assert rows.tolist() == [0, 0, 0, 3, 0, 0, 4, 4], "an id of no rank gets a row that does not exist"
-    assert mine.tolist() == [False, False, True, True, False, False, False, False]
 
 
 def test_the_change_names_what_is_split_and_what_is_whole() -> None:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from titanyaml.config.degrees import AXES, BUILT_AXES
-from titanyaml.config.ranks import fixed_product, world_size
+from titanyaml.config.ranks import fixed_product, tensor_ranks, world_size
 from titanyaml.config.view import Rule, into, multiples_around, ways
 from titanyaml.errors import Problem
 
@@ -84,9 +84,10 @@ def global_batch_is_whole(c: Any) -> Problem | None:
 def data_ranks_share_gradients(c: Any) -> Problem | None:
     """Without a plugin that sums gradients each rank would silently train a model of its own."""
     nodes = c.pipeline.plugins
-    on = [name for name in nodes if name not in ("ac", "compile") and getattr(getattr(nodes, name), "_target_", None)]
-    ranks = world_size(c) or 1
-    if on or ranks == 1:
+    others = ("ac", "compile", "tp")
+    on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
+    ranks = (world_size(c) or 1) // max(tensor_ranks(c) or 1, 1)
+    if on or ranks <= 1:
         return None
     return Problem("pipeline.plugins.fsdp", f"is off, but {ranks} ranks share the data: nothing would sum their "
                    "gradients", allowed="titanyaml.plugins.fsdp.FullyShard, or a plugin of yours in its place",

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanyaml.config.ranks import fixed_product, world_size
+from titanyaml.config.ranks import tensor_ranks
 from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
 rule = into(RULES)
-
-
-def tensor_ranks(c: Any) -> int | None:
-    """The degree ``parallel.tp``, derived where it is -1; None where it cannot be, of which another rule speaks."""
-    if c.parallel.tp != -1:
-        return c.parallel.tp
-    fixed, _ = fixed_product(c.parallel)
-    ranks = world_size(c)
-    return None if ranks is None or fixed < 1 or ranks % fixed else ranks // fixed
 
 
 def _divides(c: Any, key: str, size: int, *sizes: int) -> Problem | None:
@@ -31,6 +22,19 @@ def _divides(c: Any, key: str, size: int, *sizes: int) -> Problem | None:
     return Problem(key, f"is {size}, which {tp} tensor-parallel ranks cannot share evenly",
                    allowed=f"multiples of parallel.tp={tp}",
                    hint=f"{ways('parallel.tp', nearest_numbers(tp, degrees))} or {ways(key, near)}")
+
+
+@rule("parallel", "launch", "pipeline.plugins")
+def tensor_ranks_split_something(c: Any) -> Problem | None:
+    """Without a plugin that splits the model all tp ranks would silently do the same work."""
+    nodes, tp = c.pipeline.plugins, tensor_ranks(c)
+    others = ("ac", "compile", "fsdp")
+    on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
+    if on or tp is None or tp < 2:
+        return None
+    return Problem("pipeline.plugins.tp", f"is off, but {tp} ranks are to share every matrix",
+                   allowed="titanyaml.plugins.tp.TensorParallel, or a plugin of yours in its place",
+                   hint="parallel.tp=1")
 
 
 @rule("parallel", "launch", "model.num_heads", "model.num_kv_heads")
