@@ -24,7 +24,8 @@ def mesh_facts(rank: int, dims: ParallelDims) -> tuple:
 
 
 def test_axes_are_named_and_data_ranks_ignore_tensor_parallel_peers() -> None:
-    names, shapes, data_ranks, speaks = zip(*run_ranks(mesh_facts, 4, ParallelDims(dp_replicate=2, dp_shard=2)), strict=True)
+    facts_of_ranks = run_ranks(mesh_facts, 4, ParallelDims(dp_replicate=2, dp_shard=2))
+    names, shapes, data_ranks, speaks = zip(*facts_of_ranks, strict=True)
     assert set(names) == {("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     assert set(shapes) == {(1, 2, 2, 1, 1)}
     assert data_ranks == (0, 1, 2, 3)

@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run_ranks
-from titanyaml.dist.tensor import TensorGroup, gather_sequence, own_rows, scatter_sum, sum_gradient, sum_parts
+from titanyaml.dist import tensor
+from titanyaml.dist.tensor import TensorGroup, own_rows, sum_gradient
 
 RANKS = 3
 
@@ -21,7 +22,7 @@ def apply(rank: int, name: str, inputs: list[Tensor], grads: list[Tensor]) -> tu
     group = TensorGroup.of(init_device_mesh("cpu", (RANKS,)))
     assert (group.rank, group.size) == (rank, RANKS)
     x = inputs[rank].requires_grad_()
-    out = globals()[name](x, group)
+    out = getattr(tensor, name)(x, group)
     out.backward(grads[rank])
     return out.detach(), x.grad
 
