@@ -97,7 +97,7 @@ def test_an_unfinished_run_goes_on_only_as_it_was_begun(cli: Cli, tmp_path: Path
 
     other = cli("run.id=a", "optim.lr=1", "parallel=fsdp2", "train.steps=1", stand_in=True)
     assert other.returncode == EXIT_CONFIG
-    assert "optim.lr: is 1.0, but" in other.stderr and "parallel.dp_shard" in other.stderr
+    assert "optim.lr: is 1.0, but" in other.stderr and "train.global_batch: a step would see" in other.stderr
     assert "train.steps:" not in other.stderr
     assert "checkpoint.accept_changes=[" in other.stderr
     assert starts(run) == 1

@@ -27,9 +27,11 @@ def test_an_override_wins_over_files_which_are_then_not_read() -> None:
     def unread() -> list[File]:
         raise AssertionError("read")
 
-    origins = Origins([("optim.lr", "optim.lr=1"), ("parallel", "parallel=tp2"), ("optim.lr", "optim.lr=2")], unread)
-    assert origins.of("optim.lr") == "override 'optim.lr=2'"
-    assert origins.of("parallel.tp") == "override 'parallel=tp2'"
+    typed = [("optim.lr", "optim.lr=1"), ("parallel", "parallel=tp2"), ("optim.lr", "optim.lr=2")]
+    assert Origins(typed, unread).of("optim.lr") == "override 'optim.lr=2'"
+    # an option may be the user's own file, whose line says more: only a shipped one is told by what was typed
+    mesh = File("mesh://parallel", "parallel/tp2", "parallel", OmegaConf.create({"tp": 2}))
+    assert Origins(typed, lambda: [mesh]).of("parallel.tp") == "override 'parallel=tp2'"
 
 
 def test_files_elsewhere_are_absolute_and_packages_have_paths(tmp_path, monkeypatch) -> None:
