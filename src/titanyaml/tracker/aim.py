@@ -46,7 +46,7 @@ class AimMirror:
         ConfigError: Aim is not installed.
     """
 
-    def __init__(self, config: Config, run: RunDir, *, capacity: int = 10_000, close_s: float = 15.0) -> None:
+    def __init__(self, config: Config, run: RunDir, *, capacity: int = 10_000, close_s: float = 60.0) -> None:
         if "aim" not in sys.modules and importlib.util.find_spec("aim") is None:
             raise ConfigError("Aim is not installed", key="tracker.kind", hint="pip install aim, or tracker.kind=none")
         self.config, self.run, self.close_s = config, run, close_s
