@@ -27,6 +27,15 @@ HEARTBEAT_S = 15.0
 STALE_S = 120.0
 
 
+def fsync(path: Path) -> None:
+    """Bring a file's content, or a folder's list of names, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def atomic_write(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` such that a reader sees the old content or the new, also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)

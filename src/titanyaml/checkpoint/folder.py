@@ -19,6 +19,7 @@ from pathlib import Path
 
 from titanyaml.checkpoint import manifest
 from titanyaml.errors import CheckpointError
+from titanyaml.rundir import fsync
 
 STEP = re.compile(r"step-\d{8,}")
 
@@ -49,11 +50,11 @@ def commit(temporary: Path, final: Path) -> None:
     """Give a finished folder its name. At every instant the old checkpoint of this step is there, or the new one."""
     root = final.parent
     aside = root / f".old-{final.name}"
-    manifest.fsync(temporary)
+    fsync(temporary)
     if final.exists():
         os.rename(final, aside)
     os.rename(temporary, final)
-    manifest.fsync(root)
+    fsync(root)
     if aside.exists():
         shutil.rmtree(aside)
 

@@ -15,18 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from titanyaml.errors import CheckpointError
+from titanyaml.rundir import fsync
 
 NAME = "manifest.json"
 FORMAT = 1
-
-
-def fsync(path: Path) -> None:
-    """Bring a file's content, or a folder's list of names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from titanyaml.checkpoint import manifest
 from titanyaml.checkpoint.peers import Peers
+from titanyaml.rundir import fsync
 
 # names are flat already, and never rewritten
 PLANNING = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
@@ -63,7 +64,7 @@ def _seal(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.iterdir()):
         owner = path.name.split("_")[2] if path.name.startswith("__") else "0"  # __<rank>_<number>.distcp
         if owner == str(rank):
-            manifest.fsync(path)
+            fsync(path)
             mine[path.name] = manifest.describe(path)
     return mine
 

@@ -52,6 +52,11 @@ def mesh_product(parallel: schema.Parallel) -> int | None:
     return None if -1 in sizes else math.prod(sizes)
 
 
+def global_batch(train: schema.Train, *, data_degree: int) -> int:
+    """Sequences per optimizer step over all ranks: ``train.global_batch``, or one forward of each data rank."""
+    return train.global_batch or train.local_batch * data_degree
+
+
 def resolve_degrees(parallel: schema.Parallel, *, world_size: int | None) -> dict[str, int]:
     """All six degrees with the -1 derived.
 

@@ -31,6 +31,11 @@ def some(names: Sequence[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + more
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configuration spells it: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Change:
     """What a transform did.

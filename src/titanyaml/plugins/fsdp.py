@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanyaml.errors import Problem
-from titanyaml.pipeline.protocol import Change, Context
+from titanyaml.pipeline.protocol import Change, Context, dtype_name
 
 RESHARD = ("auto", "always", "never")
 
@@ -39,7 +39,7 @@ class FullyShard:
     def reason_off(self, ctx: Context) -> str:
         """Off where one data rank computes in the dtype of its parameters."""
         if ctx.dims.data_degree == 1 and ctx.compute_dtype == ctx.param_dtype:
-            return f"one data rank, compute dtype = parameter dtype ({_short(ctx.param_dtype)})"
+            return f"one data rank, compute dtype = parameter dtype ({dtype_name(ctx.param_dtype)})"
         return ""
 
     def check(self, ctx: Context) -> list[Problem]:
@@ -50,8 +50,9 @@ class FullyShard:
                                     allowed=", ".join(RESHARD)))
         if ctx.compute_dtype.itemsize > ctx.param_dtype.itemsize:
             problems.append(Problem(
-                "train.compute_dtype", f"is {_short(ctx.compute_dtype)}, wider than train.param_dtype",
-                allowed=f"{_short(ctx.param_dtype)} or narrower", hint=f"train.param_dtype={_short(ctx.compute_dtype)}",
+                "train.compute_dtype", f"is {dtype_name(ctx.compute_dtype)}, wider than train.param_dtype",
+                allowed=f"{dtype_name(ctx.param_dtype)} or narrower",
+                hint=f"train.param_dtype={dtype_name(ctx.compute_dtype)}",
             ))
         return problems
 
@@ -76,7 +77,8 @@ class FullyShard:
         freed = {"always": "all", "never": "none"}.get(self.reshard_after_forward, "all blocks but the last")
         return model, Change(
             f"{len(blocks)} blocks and {len(rest)} other modules over {_axes(ctx)}, computing in "
-            f"{_short(ctx.compute_dtype)}; gradients summed in {_short(ctx.reduce_dtype)} after every microbatch; "
+            f"{dtype_name(ctx.compute_dtype)}; gradients summed in {dtype_name(ctx.reduce_dtype)} "
+            "after every microbatch; "
             f"freed after forward: {freed}",
             [*blocks, *rest],
         )
@@ -128,8 +130,8 @@ def _cast(model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
                 narrow[parameter] = nn.Parameter(parameter.detach().to(ctx.compute_dtype), parameter.requires_grad)
             setattr(module, leaf, narrow[parameter])
     return model, Change(
-        f"one data rank: {len(narrow)} parameters stored in {_short(ctx.compute_dtype)}, "
-        f"the optimizer keeps the {_short(ctx.param_dtype)} masters",
+        f"one data rank: {len(narrow)} parameters stored in {dtype_name(ctx.compute_dtype)}, "
+        f"the optimizer keeps the {dtype_name(ctx.param_dtype)} masters",
         _owners(model),
     )
 
@@ -137,7 +139,3 @@ def _cast(model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
 def _owners(model: nn.Module) -> list[str]:
     """Names of the modules that hold parameters themselves; one that only shares a tied weight is not named again."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in model.named_parameters()))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -19,6 +19,7 @@ from titanyaml.dist import compat
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.pipeline import show
+from titanyaml.pipeline.protocol import dtype_name
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 
@@ -31,8 +32,7 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
     console.print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), markup=False, highlight=False)
     with compat.fake_process_group(world_size):
         mesh = dims.build("cpu") if world_size > 1 else None
-        ctx = setup.context(config, env, dims, mesh=mesh)
-        _, resolved, changes = setup.transform(config, ctx)
+        _, ctx, resolved, changes = setup.transform(config, env, dims, mesh=mesh)
         console.print(mesh_table(dims))
         console.print(show.table(resolved, changes))
     facts, seq_len = ctx.facts, config.train.seq_len
@@ -40,7 +40,7 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
     console.print(
         f"{config.model.name}: {facts.num_params:,} parameters, {facts.flops_per_token(seq_len) / 1e9:,.2f} GFLOP "
         f"per token at {seq_len} tokens; {tokens:,} tokens a step, accumulation {ctx.accumulation}; compute "
-        f"{str(ctx.compute_dtype).removeprefix('torch.')} on {env.device.type}",
+        f"{dtype_name(ctx.compute_dtype)} on {env.device.type}",
         highlight=False,
     )
     return {"world_size": world_size}
@@ -57,5 +57,3 @@ def mesh_table(dims: ParallelDims) -> Table:
     if dims.world_size == 1:
         table.add_row("none: one rank", "1")
     return table
-
-

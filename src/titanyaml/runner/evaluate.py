@@ -10,9 +10,9 @@ import torch
 
 from titanyaml.config.schema import Config
 from titanyaml.data.loader import validation_batches
+from titanyaml.data.packing import TokenData
 from titanyaml.dist import comm
 from titanyaml.dist.env import Env
-from titanyaml.loss import CrossEntropy
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 from titanyaml.runner.load import adopt_trained, load_weights
@@ -25,16 +25,14 @@ log = logging.getLogger("titanyaml")
 
 
 @torch.no_grad()
-def mean_loss(
-    built: Built, dataset: Any, *, loss_fn: CrossEntropy, env: Env, documents: bool, global_batch: int,
-    local_batch: int, batches: int,
-) -> float:
-    """Mean token loss (nats) over the first ``batches`` global batches of ``dataset``, the same on every rank."""
+def mean_loss(config: Config, built: Built, dataset: TokenData, *, env: Env) -> float:
+    """Mean token loss (nats) over the first ``validation.batches`` global batches, the same on every rank."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=env.device)
     tokens, dims = 0, built.context.dims
+    loss_fn, documents = setup.loss_function(config), config.model.document_mask
     steps = validation_batches(
-        dataset, global_batch=global_batch, local_batch=local_batch,
-        data_rank=dims.data_rank(built.context.mesh), data_degree=dims.data_degree, batches=batches,
+        dataset, global_batch=setup.global_batch(config, dims), local_batch=config.train.local_batch,
+        data_rank=dims.data_rank(built.context.mesh), data_degree=dims.data_degree, batches=config.validation.batches,
     )
     for step in steps:
         tokens += valid_tokens(step)
@@ -55,11 +53,7 @@ def evaluate(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     dataset = setup.build_data(config, env, tokenizer, split="validation")
     built = setup.build_model(config, env)
     meta = load_weights(built, path, config=config, run=run, env=env)
-    loss = mean_loss(
-        built, dataset, loss_fn=setup.loss_function(config), env=env, documents=config.model.document_mask,
-        global_batch=setup.global_batch(config, built.context.dims), local_batch=config.train.local_batch,
-        batches=config.validation.batches,
-    )
+    loss = mean_loss(config, built, dataset, env=env)
     record = {"step": meta["step"], "validation_loss": loss, "perplexity": math.exp(loss)}
     if env.is_main:
         run.metric(record)

@@ -16,7 +16,7 @@ from titanyaml.data.stream import StreamData
 from titanyaml.data.synthetic import SyntheticData
 from titanyaml.dist.env import Env
 from titanyaml.pipeline import show
-from titanyaml.pipeline.protocol import Change
+from titanyaml.pipeline.protocol import Change, dtype_name
 from titanyaml.rundir import RunDir, atomic_write
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def start(
     log.info("run %s", run.path)
     log.info(
         "model %s: %s parameters; %s; %d rank%s on %s", config.model.name, f"{ctx.facts.num_params:,}",
-        f"compute {_name(ctx.compute_dtype)} ({why}), master {_name(ctx.param_dtype)}, "
-        f"reduce {_name(ctx.reduce_dtype)}",
+        f"compute {dtype_name(ctx.compute_dtype)} ({why}), master {dtype_name(ctx.param_dtype)}, "
+        f"reduce {dtype_name(ctx.reduce_dtype)}",
         env.world_size, "" if env.world_size == 1 else "s", env.device.type,
     )
     for name, change in built.changes:
@@ -84,7 +84,3 @@ def _typed(path: Path) -> str:
     if re.fullmatch(r"[\w./:+-]+", str(path)):
         return f"runner.checkpoint={path}"
     return shlex.quote(f'runner.checkpoint="{path}"')
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

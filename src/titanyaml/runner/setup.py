@@ -1,24 +1,24 @@
 """From a resolved configuration to the objects that a runner works with, in the order in which they depend.
 
-``data_and_tokenizer`` -> ``context`` -> ``build_model`` (meta -> pipeline -> materialise) -> the runner's own loop.
+``build_tokenizer`` -> ``build_data`` -> ``build_model`` (meta -> pipeline -> materialise) -> the runner's own loop.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from titanyaml import data as text
 from titanyaml.checkpoint import Checkpointer
-from titanyaml.config import dump
+from titanyaml.config import degrees, dump
 from titanyaml.config.schema import Config
+from titanyaml.data.loader import Batch, accumulation
 from titanyaml.data.packing import TokenData
 from titanyaml.dist import comm
 from titanyaml.dist.env import Env
@@ -33,7 +33,7 @@ from titanyaml.rundir import RunDir
 from titanyaml.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from titanyaml.data.loader import Batch
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("titanyaml")
 T = TypeVar("T")
@@ -75,49 +75,41 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def accumulation(config: Config, dims: ParallelDims) -> int:
-    """Forwards per optimizer step; the rule table has made sure that it is a whole number."""
-    if config.train.global_batch is None:
-        return 1
-    return config.train.global_batch // (config.train.local_batch * dims.data_degree)
-
-
 def global_batch(config: Config, dims: ParallelDims) -> int:
     """Sequences per optimizer step over all ranks."""
-    return config.train.global_batch or config.train.local_batch * dims.data_degree
+    return degrees.global_batch(config.train, data_degree=dims.data_degree)
 
 
-def context(config: Config, env: Env, dims: ParallelDims, *, mesh: Any = None) -> Context:
-    """What the plugins are told."""
-    return Context(
+def transform(
+    config: Config, env: Env, dims: ParallelDims, *, mesh: DeviceMesh | None
+) -> tuple[nn.Module, Context, pipeline.Resolved, list[tuple[str, Change]]]:
+    """Build the model on meta and run the pipeline over it: the same for a run and for a check of it."""
+    model = decoder.build(config.model)
+    ctx = Context(
         dims=dims,
         mesh=mesh,
         device=env.device,
         param_dtype=getattr(torch, config.train.param_dtype),
         compute_dtype=compute_dtype(config, env.device),
         reduce_dtype=getattr(torch, config.train.reduce_dtype),
-        facts=decoder.build(config.model).facts,
+        facts=model.facts,
         seq_len=config.train.seq_len,
         local_batch=config.train.local_batch,
-        accumulation=accumulation(config, dims),
+        accumulation=accumulation(
+            global_batch=global_batch(config, dims), local_batch=config.train.local_batch, data_degree=dims.data_degree
+        ),
         log=log,
     )
-
-
-def transform(config: Config, ctx: Context) -> tuple[nn.Module, pipeline.Resolved, list[tuple[str, Change]]]:
-    """Build the model on meta and run the pipeline over it."""
     resolved = pipeline.resolve(config.pipeline.plugins, ctx)
-    ctx = dataclasses.replace(ctx, active=tuple(name for name, _ in resolved.steps))
-    model, changes = pipeline.run(decoder.build(config.model).to(ctx.param_dtype), resolved, ctx)
-    return model, resolved, changes
+    model, changes = pipeline.run(model.to(ctx.param_dtype), resolved, ctx)
+    return model, ctx, resolved, changes
 
 
 def build_model(config: Config, env: Env) -> Built:
     """Model on meta, pipeline, materialised weights: the whole of what "planned is what is trained" means."""
     dims = ParallelDims.resolve(config.parallel, env.world_size)
     mesh = dims.build(env.device.type) if env.world_size > 1 else None
-    ctx = context(config, env, dims, mesh=mesh)
-    model, resolved, changes = transform(config, ctx)
+    model, ctx, resolved, changes = transform(config, env, dims, mesh=mesh)
     masters = materialise(model, device=env.device, seed=config.run.seed, param_dtype=ctx.param_dtype)
     return Built(model, masters, ctx, resolved, changes)
 

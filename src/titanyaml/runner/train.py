@@ -135,12 +135,7 @@ class Trainer:
             self._save()
 
     def _validate(self) -> float:
-        config = self.config
-        return mean_loss(
-            self.built, self.validation_data, loss_fn=self.train_step.loss_fn, env=self.env,
-            documents=config.model.document_mask, global_batch=self.global_batch,
-            local_batch=config.train.local_batch, batches=config.validation.batches,
-        )
+        return mean_loss(self.config, self.built, self.validation_data, env=self.env)
 
     def _log(self, result: Any, lr: float, validation_loss: float | None) -> None:
         """One record per logged step; the last step and validated steps are always logged."""

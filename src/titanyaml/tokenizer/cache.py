@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from titanyaml.errors import DataError
+from titanyaml.rundir import fsync
 
 log = logging.getLogger("titanyaml.cache")
 
@@ -47,7 +48,7 @@ def build_once(path: Path, build: Callable[[Path], None], *, what: str) -> Path:
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-            _sync_one(path.parent)
+            fsync(path.parent)
     except OSError as error:
         raise DataError(
             f"cannot write {what} to {path}: {error}", key="data.cache_dir", hint="data.cache_dir=/a/writable/folder"
@@ -71,13 +72,5 @@ def _locked(path: Path, what: str) -> Iterator[None]:
 
 def _sync(folder: Path) -> None:
     for file in folder.iterdir():
-        _sync_one(file)
-    _sync_one(folder)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync(file)
+    fsync(folder)
