@@ -20,7 +20,7 @@ class Key:
 
     Args:
         name: of the field. kind: its type without ``| None``. optional: null is legal.
-        default: literal default. rules: the metadata that ``schema.key`` attached.
+        default: literal default. rules: the metadata that ``keys.key`` attached.
     """
 
     name: str

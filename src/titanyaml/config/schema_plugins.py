@@ -1,0 +1,47 @@
+"""Keys of the model transforms. Part of ``config/schema.py``, which is where others import them from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from titanyaml.config.keys import key
+
+
+@dataclass
+class PluginNode:
+    """A node of pipeline.plugins. ``_target_: null`` means off."""
+
+    _target_: str | None = key(None, "class of the transform; null: off")
+    _stage_: str | None = key(None, "overrides the class's stage")
+    _after_: list[str] = key([], "nodes that must come before, where present")
+    _before_: list[str] = key([], "nodes that must come after, where present")
+    _requires_: list[str] = key([], "nodes that must be on")
+    _conflicts_: list[str] = key([], "nodes that must be off")
+
+
+@dataclass
+class ActivationCheckpointing(PluginNode):
+    """Recompute activations in the backward pass."""
+
+    _target_: str | None = key("titanyaml.plugins.ac.ActivationCheckpointing", "class of the transform")
+    mode: str = key("none", "what is recomputed", choices=["none", "full", "selective_op", "selective_layer"])
+    every: int = key(2, "selective_layer: one block in this many is recomputed", low=1,
+                     when=("mode", ["selective_layer"]))
+
+
+@dataclass
+class Compile(PluginNode):
+    """torch.compile."""
+
+    _target_: str | None = key("titanyaml.plugins.compile.Compile", "class of the transform")
+    mode: str = key("auto", "none, block (each block by itself), model; auto: block on GPU, none on CPU",
+                    choices=["auto", "none", "block", "model"])
+    backend: str = key("inductor", "torch.compile backend", when=("mode", ["auto", "block", "model"]))
+
+
+@dataclass
+class Pipeline:
+    """The transforms between the model and the loop."""
+
+    plugins: dict[str, Any] = key({}, "node name to plugin node; built-ins are references such as ${ac}")
