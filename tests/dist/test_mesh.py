@@ -20,20 +20,20 @@ def test_degrees_are_resolved_and_counted() -> None:
 
 def mesh_facts(rank: int, dims: ParallelDims) -> tuple:
     mesh = dims.build("cpu")
-    return mesh.mesh_dim_names, tuple(mesh.shape), dims.data_rank(mesh), dims.speaks(mesh)
+    return mesh.mesh_dim_names, tuple(mesh.shape), dims.data_rank(mesh), dims.adds_loss(mesh)
 
 
 def test_axes_are_named_and_data_ranks_ignore_tensor_parallel_peers() -> None:
     facts_of_ranks = run_ranks(mesh_facts, 4, ParallelDims(dp_replicate=2, dp_shard=2))
-    names, shapes, data_ranks, speaks = zip(*facts_of_ranks, strict=True)
+    names, shapes, data_ranks, adds_loss = zip(*facts_of_ranks, strict=True)
     assert set(names) == {("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     assert set(shapes) == {(1, 2, 2, 1, 1)}
     assert data_ranks == (0, 1, 2, 3)
-    assert speaks == (True,) * 4
+    assert adds_loss == (True,) * 4
     facts_of_ranks = run_ranks(mesh_facts, 4, ParallelDims(dp_shard=2, tp=2))
     assert [facts[2:] for facts in facts_of_ranks] == [(0, True), (0, False), (1, True), (1, False)]
     assert [facts[2] for facts in run_ranks(mesh_facts, 4, ParallelDims(dp_replicate=2, pp=2))] == [0, 1, 0, 1]
 
 
 def test_one_rank_alone_reads_everything() -> None:
-    assert ParallelDims().data_rank(None) == 0 and ParallelDims().speaks(None)
+    assert ParallelDims().data_rank(None) == 0 and ParallelDims().adds_loss(None)

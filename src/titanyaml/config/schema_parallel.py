@@ -22,6 +22,11 @@ class Parallel:
         "free gathered weights after a block's forward; auto: all but the last block",
         choices=["auto", "always", "never"],
     )
+    cp_method: str = key(
+        "allgather",
+        "how queries meet the keys of other ranks: gather all, pass them around (ring), or trade sequence for heads",
+        choices=["allgather", "ring", "ulysses"],
+    )
     tp_sequence_parallel: bool = key(
         True, "tp ranks hold a slice of the sequence between the split matrices; false: the whole of it"
     )

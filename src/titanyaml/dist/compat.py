@@ -68,6 +68,25 @@ def all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(pending)
 
 
+def start_all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
+    """``all_gather`` that is still on its way: other work may go on until ``wait``."""
+    return torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, group_name)
+
+
+def start_exchange(tensor: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
+    """All-to-all along dimension 0 that is still on its way.
+
+    Args:
+        received, sent: rows from and to each rank, in rank order. Gradients do not flow through it.
+    """
+    return torch.ops._c10d_functional.all_to_all_single(tensor, received, sent, group_name)
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """What a ``start_...`` of this file promised."""
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
 def reduce_scatter(tensor: Tensor, size: int, group_name: str) -> Tensor:
     """This rank's slice along dimension 0 of the sum over a group; functional."""
     pending = torch.ops._c10d_functional.reduce_scatter_tensor(tensor, "sum", size, group_name)
@@ -145,3 +164,29 @@ def fake_process_group(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kernel: str) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp [B, N, S] (float32) of a fused attention kernel: "cudnn" or "flash".
+
+    The public function hides the log-sum-exp, without which parts of an attention cannot be put together.
+    """
+    if kernel == "cudnn":
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+        return out, lse.reshape(q.shape[:3])  # a trailing dimension of 1 in some releases
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+    return out, lse
+
+
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, kernel: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by the backward of ``attention_forward``'s kernel."""
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
+    if kernel == "cudnn":
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
+        )
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
+    )

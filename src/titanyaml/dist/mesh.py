@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanyaml.config import schema
 from titanyaml.config.degrees import MESH_AXES, resolve_degrees
 
+SHARD_AXIS = "dp_shard_cp"
+
 
 @dataclass(frozen=True)
 class ParallelDims:
@@ -37,6 +39,24 @@ class ParallelDims:
         return math.prod(getattr(self, axis) for axis in MESH_AXES)
 
     @property
+    def shard_degree(self) -> int:
+        """Ranks over which FSDP shards: those that hold different tokens of a sequence or different sequences."""
+        return self.dp_shard * self.cp
+
+    @property
+    def token_degree(self) -> int:
+        """Ranks that hold different tokens: their gradients are summed."""
+        return self.dp_replicate * self.shard_degree
+
+    def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The data axes, flat: shards over dp_shard*cp, under dp_replicate where there is more than one copy."""
+        axes = [axis for axis in ("dp_shard", "cp") if getattr(self, axis) > 1] or ["dp_shard"]
+        if len(axes) > 1:
+            mesh[tuple(axes)]._flatten(SHARD_AXIS)
+        shard = SHARD_AXIS if len(axes) > 1 else axes[0]
+        return mesh[shard] if self.dp_replicate == 1 else mesh["dp_replicate", shard]
+
+    @property
     def data_degree(self) -> int:
         """Number of different data ranks: how often the batch is split."""
         return self.dp_replicate * self.dp_shard
@@ -57,6 +77,10 @@ class ParallelDims:
             return 0
         return mesh.get_local_rank("dp_replicate") * self.dp_shard + mesh.get_local_rank("dp_shard")
 
-    def speaks(self, mesh: DeviceMesh | None) -> bool:
-        """Whether this rank's loss and token counts are added up: of tp peers, who hold the same, the first does."""
+    def adds_loss(self, mesh: DeviceMesh | None) -> bool:
+        """Whether this rank's loss is added up: of tp peers, who hold the same, the first's is."""
         return mesh is None or mesh.get_local_rank("tp") == 0
+
+    def counts_batch(self, mesh: DeviceMesh | None) -> bool:
+        """Whether the tokens of this rank's batch are counted: its cp and tp peers read the same batch."""
+        return mesh is None or (mesh.get_local_rank("cp") == 0 and mesh.get_local_rank("tp") == 0)

@@ -6,14 +6,20 @@ P = H/2 rotary frequencies.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from titanyaml.config.schema import Model
 from titanyaml.errors import ConfigError
 from titanyaml.models.layers import RMSNorm
 from titanyaml.models.rope import rotate
+
+Mask = Tensor | BlockMask
 
 
 def head_size(spec: Model) -> int:
@@ -35,10 +41,39 @@ def head_size(spec: Model) -> int:
     return spec.head_dim or spec.dim // spec.num_heads
 
 
-def document_mask(documents_BS: Tensor) -> Tensor:
-    """Which position [dim 2] may attend to which [dim 3]: same document and not later. bool [B, 1, S, S]."""
-    same_BSS = documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1)
-    return same_BSS.tril().unsqueeze(1)
+def document_mask(documents_BT: Tensor, rows_S: Tensor | None = None) -> Mask:
+    """Which position may attend to which: same document and not later.
+
+    Args:
+        documents_BT: int64 document of every position. rows_S: positions of the queries; None: all.
+
+    Returns:
+        On a GPU the blocks of FlexAttention that are not empty; elsewhere, where it has no backward pass, bool
+        [B, 1, S, T].
+    """
+    batch, length = documents_BT.shape
+    if rows_S is None:
+        rows_S = torch.arange(length, device=documents_BT.device)
+    if documents_BT.is_cuda:
+        def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (rows_S[q] >= k) & (documents_BT[b, rows_S[q]] == documents_BT[b, k])
+
+        return _block_mask()(seen, batch, None, len(rows_S), length, device=documents_BT.device)
+    same_BST = documents_BT[:, rows_S].unsqueeze(2) == documents_BT.unsqueeze(1)
+    earlier_ST = rows_S.unsqueeze(1) >= torch.arange(length, device=rows_S.device)
+    return (same_BST & earlier_ST).unsqueeze(1)
+
+
+@functools.cache
+def _block_mask() -> Callable[..., BlockMask]:
+    """``create_block_mask`` compiled: eagerly it holds the dense mask."""
+    return torch.compile(create_block_mask)
+
+
+@functools.cache
+def _flex() -> Callable[..., Tensor]:
+    """FlexAttention compiled: eagerly it holds all scores."""
+    return torch.compile(flex_attention)
 
 
 class KVCache:
@@ -87,7 +122,7 @@ class Attention(nn.Module):
         x_BSD: Tensor,
         cos_SP: Tensor,
         sin_SP: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         keys_BKTH: Tensor | None = None,
         values_BKTH: Tensor | None = None,
         positions_S: Tensor | None = None,
@@ -108,8 +143,10 @@ class Attention(nn.Module):
         out_BNSH = self.attend(q_BNSH, k_BKTH, v_BKTH, mask)
         return self.wo(out_BNSH.transpose(1, 2).flatten(2))
 
-    def attend(self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask | None) -> Tensor:
         """Scaled dot-product attention: causal without a mask, else exactly what the mask allows."""
+        if isinstance(mask, BlockMask):
+            return _flex()(q_BNSH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=self.grouped)
         if self.grouped and mask is not None:
             # with a mask only cuDNN's kernel knows groups; where it is missing, one that holds all scores would run
             group = q_BNSH.shape[1] // k_BKTH.shape[1]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titanyaml.config.schema import Model
 from titanyaml.errors import ConfigError
 from titanyaml.models import rope
-from titanyaml.models.attention import Attention, KVCache, document_mask, head_size
+from titanyaml.models.attention import Attention, KVCache, Mask, document_mask, head_size
 from titanyaml.models.layers import FeedForward, OutputProjection, RMSNorm
 from titanyaml.models.protocol import BlockLayout, ModelFacts
 
@@ -39,7 +39,7 @@ class TransformerBlock(nn.Module):
         x_BSD: Tensor,
         cos_SP: Tensor,
         sin_SP: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         keys_BKTH: Tensor | None = None,
         values_BKTH: Tensor | None = None,
         positions_S: Tensor | None = None,
@@ -48,7 +48,8 @@ class TransformerBlock(nn.Module):
 
         Args:
             x_BSD: residual stream. cos_SP, sin_SP: rotary tables of these positions, float32 or wider.
-            mask: bool, broadcast to [B, heads, S, T], True where position S may attend to T; None: causal.
+            mask: which position S may attend to which T, as ``attention.document_mask`` makes it, or bool, broadcast
+                to [B, heads, S, T]; None: causal.
             keys_BKTH, values_BKTH: this layer's cache, written in place at positions_S; None outside generation.
 
         Returns:
@@ -96,6 +97,8 @@ class Decoder(nn.Module):
         *,
         documents_BS: Tensor | None = None,
         labels_BS: Tensor | None = None,
+        positions_S: Tensor | None = None,
+        rows_S: Tensor | None = None,
         loss_fn: HeadFunction | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
@@ -103,7 +106,9 @@ class Decoder(nn.Module):
 
         Args:
             tokens_BS: int64 ids; positions are 0..S-1, or go on from where ``cache`` stands.
-            documents_BS: int64 document index of each token; read where ``model.document_mask`` is on.
+            documents_BS: int64 document index of each attended token; read where ``model.document_mask`` is on.
+            positions_S: int64 positions of the tokens, where they are a part of a longer sequence. rows_S: positions
+                of the queries that attention sees, where they are not those of ``documents_BS``.
             labels_BS: handed to ``loss_fn``.
             loss_fn: takes final hidden states, the head's weight and the labels. It runs inside this forward because
                 only here a sharded weight is sure to be whole.
@@ -123,11 +128,12 @@ class Decoder(nn.Module):
                 hint=f"train.seq_len={self.spec.max_seq_len}",
             )
         h_BSD = self.tok_embeddings(tokens_BS)
-        cos_SP, sin_SP = (t[start : start + count] for t in (self.rope_cos_TP, self.rope_sin_TP))
+        at = slice(start, start + count) if positions_S is None else positions_S
+        cos_SP, sin_SP = self.rope_cos_TP[at], self.rope_sin_TP[at]
         if cache is not None:
             h_BSD = self._run_cached(h_BSD, cos_SP, sin_SP, cache)
         else:
-            mask = self._document_mask(documents_BS)
+            mask = self._document_mask(documents_BS, rows_S)
             for block in self.layers:
                 h_BSD = block(h_BSD, cos_SP, sin_SP, mask)
         h_BSD = self.norm(h_BSD)
@@ -136,11 +142,11 @@ class Decoder(nn.Module):
             return F.linear(h_BSD, head.weight)
         return loss_fn(h_BSD, head.weight, labels_BS)
 
-    def _document_mask(self, documents_BS: Tensor | None) -> Tensor | None:
+    def _document_mask(self, documents_BT: Tensor | None, rows_S: Tensor | None) -> Mask | None:
         if not self.spec.document_mask:
             return None
-        assert documents_BS is not None, "model.document_mask is on and documents_BS is missing"
-        return document_mask(documents_BS)
+        assert documents_BT is not None, "model.document_mask is on and documents_BS is missing"
+        return document_mask(documents_BT, rows_S)
 
     def _run_cached(self, h_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, cache: KVCache) -> Tensor:
         batch, count, _ = h_BSD.shape
@@ -178,6 +184,7 @@ def _facts(model: Decoder) -> ModelFacts:
         tied=spec.tie_embeddings,
         layout=BlockLayout(
             entries=("attention", "feed_forward"),
+            attention="attention",
             column=("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
             row=("attention.wo", "feed_forward.w2"),
             stream_norms=("attention_norm", "ffn_norm"),

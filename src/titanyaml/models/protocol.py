@@ -11,12 +11,14 @@ class BlockLayout:
 
     Args:
         entries: modules that take the normalised residual stream and return what is added to it.
+        attention: the module whose ``attend`` looks at other positions.
         column: linear layers of the entries' inputs, split by output feature (attention: by head).
         row: linear layers of the entries' outputs, split by input feature; their outputs are summands.
         stream_norms: norms over the residual stream. head_norms: norms of single heads.
     """
 
     entries: tuple[str, ...]
+    attention: str
     column: tuple[str, ...]
     row: tuple[str, ...]
     stream_norms: tuple[str, ...]

@@ -44,9 +44,9 @@ class Compile:
             problems.append(Problem("compile.mode", f"is {self.mode!r}", allowed=", ".join(MODES)))
         if self.backend not in (known := torch.compiler.list_backends(exclude_tags=None)):
             problems.append(Problem("compile.backend", f"is {self.backend!r}", allowed=", ".join(known)))
-        if self.mode == "model" and ctx.dims.data_degree > 1:
+        if self.mode == "model" and ctx.dims.token_degree > 1:
             problems.append(Problem(
-                "compile.mode", f"is 'model' on {ctx.dims.data_degree} data ranks; gathering weights breaks the graph",
+                "compile.mode", f"is 'model' on {ctx.dims.token_degree} data ranks; gathering weights breaks the graph",
                 allowed="block, none", hint="compile.mode=block",
             ))
         return problems

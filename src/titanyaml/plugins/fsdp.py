@@ -38,7 +38,7 @@ class FullyShard:
 
     def reason_off(self, ctx: Context) -> str:
         """Off where one data rank computes in the dtype of its parameters."""
-        if ctx.dims.data_degree == 1 and ctx.compute_dtype == ctx.param_dtype:
+        if ctx.dims.token_degree == 1 and ctx.compute_dtype == ctx.param_dtype:
             return f"one data rank, compute dtype = parameter dtype ({dtype_name(ctx.param_dtype)})"
         return ""
 
@@ -58,12 +58,12 @@ class FullyShard:
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
         """Shard each block, then what is left of the model; or cast."""
-        return self._shard(model, ctx) if ctx.dims.data_degree > 1 else _cast(model, ctx)
+        return self._shard(model, ctx) if ctx.dims.token_degree > 1 else _cast(model, ctx)
 
     def _shard(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
         blocks = ctx.facts.blocks
         rest = [name for name in _owners(model) if not name.startswith(tuple(f"{block}." for block in blocks))]
-        options: dict[str, Any] = {"mesh": _mesh(ctx), "mp_policy": _policy(ctx)}
+        options: dict[str, Any] = {"mesh": ctx.dims.shard_mesh(ctx.mesh), "mp_policy": _policy(ctx)}
         always, never = self.reshard_after_forward == "always", self.reshard_after_forward == "never"
         for name in blocks:
             reshard = always or (name != blocks[-1] and not never)
@@ -84,14 +84,8 @@ class FullyShard:
         )
 
 
-def _mesh(ctx: Context) -> Any:
-    """The data axes: dp_shard alone, or replicas (dp_replicate) of shards."""
-    assert ctx.mesh is not None, "more than one data rank and no mesh"
-    return ctx.mesh["dp_shard"] if ctx.dims.dp_replicate == 1 else ctx.mesh["dp_replicate", "dp_shard"]
-
-
 def _axes(ctx: Context) -> str:
-    degrees = {"dp_replicate": ctx.dims.dp_replicate, "dp_shard": ctx.dims.dp_shard}
+    degrees = {axis: getattr(ctx.dims, axis) for axis in ("dp_replicate", "dp_shard", "cp")}
     return " x ".join(f"{axis}({degree})" for axis, degree in degrees.items() if degree > 1)
 
 

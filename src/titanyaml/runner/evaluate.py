@@ -38,8 +38,10 @@ def mean_loss(config: Config, built: Built, dataset: TokenData, *, env: Env) -> 
         tokens += valid_tokens(step)
         for batch in step:
             loss_sum += built.model(**setup.to_device(batch, env.device, documents=documents), loss_fn=loss_fn)
-    mine = [float(loss_sum), tokens] if dims.speaks(built.context.mesh) else [0.0, 0.0]
-    total, count = comm.sum_scalars(mine, env)
+    mesh = built.context.mesh
+    total, count = comm.sum_scalars(
+        [float(loss_sum) * dims.adds_loss(mesh), tokens * dims.counts_batch(mesh)], env
+    )
     return total / count
 
 

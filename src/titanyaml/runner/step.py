@@ -44,11 +44,11 @@ class TrainStep:
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, loss_fn: CrossEntropy, max_norm: float | None,
-        documents: bool, env: Env, speaks: bool = True,
+        documents: bool, env: Env, adds_loss: bool = True,
     ) -> None:
-        """``speaks``: whether this rank's loss is added up (``ParallelDims.speaks``)."""
+        """``adds_loss``: whether this rank's loss is added up (``ParallelDims.adds_loss``)."""
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self.max_norm, self.documents, self.env, self.speaks = max_norm, documents, env, speaks
+        self.max_norm, self.documents, self.env, self.adds_loss = max_norm, documents, env, adds_loss
 
     def __call__(self, batches: Sequence[Batch], *, tokens: int, lr: float) -> StepResult:
         """Train on this rank's microbatches.
@@ -63,7 +63,7 @@ class TrainStep:
         loss_sum = self._accumulate(batches, tokens)
         grads = self.optimizer.grads()
         grad_norm = norm.grad_norm(grads)
-        [total] = comm.sum_scalars([float(loss_sum) if self.speaks else 0.0], self.env)
+        [total] = comm.sum_scalars([float(loss_sum) if self.adds_loss else 0.0], self.env)
         result = StepResult(loss=total / max(tokens, 1), grad_norm=float(grad_norm), tokens=tokens)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self.optimizer.zero_grad()

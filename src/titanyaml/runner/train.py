@@ -57,14 +57,15 @@ class Trainer:
         self.built = setup.build_model(config, env)
         dims = self.built.context.dims
         self.data_rank = dims.data_rank(self.built.context.mesh)
-        self.speaks = dims.speaks(self.built.context.mesh)
+        self.counts_batch = dims.counts_batch(self.built.context.mesh)
         self.global_batch = setup.global_batch(config, dims)
         self.optimizer = optim.build(
             config.optim, dict(self.built.model.named_parameters()), masters=self.built.masters, device=env.device
         )
         self.train_step = TrainStep(
             self.built.model, self.optimizer, loss_fn=setup.loss_function(config), max_norm=config.train.max_norm,
-            documents=config.model.document_mask, env=env, speaks=self.speaks,
+            documents=config.model.document_mask, env=env,
+            adds_loss=dims.adds_loss(self.built.context.mesh),
         )
         self.checkpointer = setup.checkpointer(config, run, env)
         self.step, data_state = self._restore()
@@ -117,7 +118,7 @@ class Trainer:
         with self.meter.waiting_for_data():
             batches = next(self.batches)
         # one reduction tells the global token count and whether any rank was asked to stop
-        mine = valid_tokens(batches) if self.speaks else 0
+        mine = valid_tokens(batches) if self.counts_batch else 0
         tokens, stop = comm.sum_scalars([mine, signals.requested() is not None], self.env)
         if stop:
             self._preempt()

@@ -1,0 +1,111 @@
+"""Attention of some queries over some of their keys, with what is needed to put the parts together.
+
+A part returns its output and the logarithm of its normaliser (log-sum-exp). Two parts of the same queries are merged by
+those logarithms (online softmax: Milakov and Gimelshein 2018), and the gradients of a part are exact if its backward
+pass is given the output and the normaliser of the *whole* (Liu et al. 2023, Ring Attention). On a GPU the fused kernels
+of cuDNN or FlashAttention do a part; the plain path below is the reference, and what runs on a CPU and in float64.
+
+Shapes: B batch, N query heads, K key/value heads (N a multiple of K), S queries, T keys, H head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from titanyaml.dist import compat
+
+Kernel = Literal["cudnn", "flash", "plain"]
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> Kernel:
+    """The fastest kernel for this device, dtype and head size (cuDNN from compute capability 9.0 on)."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 128:
+        return "plain"
+    return "cudnn" if torch.cuda.get_device_capability(device) >= (9, 0) else "flash"
+
+
+def part_forward(
+    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    """Output [B, N, S, H] in q's dtype and log-sum-exp [B, N, S], float32 or wider.
+
+    Args:
+        causal: query i sees keys 0..i (S = T); else all.
+    """
+    if kernel != "plain":
+        return compat.attention_forward(q_BNSH, *_fit(q_BNSH, k_BKTH, v_BKTH, kernel), causal=causal, kernel=kernel)
+    scores_BKGST = _scores(q_BNSH, k_BKTH, causal=causal)
+    lse_BKGS = scores_BKGST.logsumexp(-1)
+    probs_BKGST = (scores_BKGST - lse_BKGS.unsqueeze(-1)).exp()
+    out_BKGSH = probs_BKGST @ v_BKTH.unsqueeze(2).to(probs_BKGST.dtype)
+    return out_BKGSH.flatten(1, 2).to(q_BNSH.dtype), lse_BKGS.flatten(1, 2)
+
+
+def part_backward(
+    grad_BNSH: Tensor, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, out_BNSH: Tensor, lse_BNS: Tensor, *,
+    causal: bool, kernel: Kernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This part's share of the gradients of q, k and v, in their dtypes.
+
+    Args:
+        grad_BNSH, out_BNSH, lse_BNS: gradient, output and log-sum-exp of the whole, for these queries.
+    """
+    if kernel != "plain":
+        keys, values = _fit(q_BNSH, k_BKTH, v_BKTH, kernel)
+        grad_q, grad_k, grad_v = compat.attention_backward(
+            grad_BNSH, q_BNSH, keys, values, out_BNSH, lse_BNS, causal=causal, kernel=kernel
+        )
+        return grad_q, _ungroup(grad_k, k_BKTH), _ungroup(grad_v, v_BKTH)
+    groups = (k_BKTH.shape[1], -1)
+    scores_BKGST = _scores(q_BNSH, k_BKTH, causal=causal)
+    wide = scores_BKGST.dtype
+    probs_BKGST = (scores_BKGST - lse_BNS.unflatten(1, groups).unsqueeze(-1)).exp()
+    grad_BKGSH = grad_BNSH.unflatten(1, groups).to(wide)
+    # rows of dP that are common to all keys: the projection of the gradient on the whole output
+    common_BKGS1 = (grad_BKGSH * out_BNSH.unflatten(1, groups)).sum(-1, keepdim=True)
+    grad_probs_BKGST = grad_BKGSH @ v_BKTH.unsqueeze(2).to(wide).transpose(-1, -2)
+    grad_scores_BKGST = probs_BKGST * (grad_probs_BKGST - common_BKGS1) / math.sqrt(q_BNSH.shape[-1])
+    grad_q = (grad_scores_BKGST @ k_BKTH.unsqueeze(2).to(wide)).flatten(1, 2)
+    grad_k = (grad_scores_BKGST.transpose(-1, -2) @ q_BNSH.unflatten(1, groups).to(wide)).sum(2)
+    grad_v = (probs_BKGST.transpose(-1, -2) @ grad_BKGSH).sum(2)
+    return grad_q.to(q_BNSH.dtype), grad_k.to(k_BKTH.dtype), grad_v.to(v_BKTH.dtype)
+
+
+def merge(
+    out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both parts; the output keeps the wider dtype of the log-sum-exp."""
+    lse = torch.logaddexp(lse_BNS, part_lse_BNS)
+    weights = ((one - lse).exp().unsqueeze(-1) for one in (lse_BNS, part_lse_BNS))
+    first, second = (weight * out for weight, out in zip(weights, (out_BNSH, part_BNSH), strict=True))
+    return first + second, lse
+
+
+def _scores(q_BNSH: Tensor, k_BKTH: Tensor, *, causal: bool) -> Tensor:
+    """Scaled scores [B, K, N/K, S, T] in float32 or wider; -inf where a query must not look."""
+    wide = torch.promote_types(q_BNSH.dtype, torch.float32)
+    q_BKGSH = q_BNSH.unflatten(1, (k_BKTH.shape[1], -1)).to(wide)
+    scores = q_BKGSH @ k_BKTH.unsqueeze(2).to(wide).transpose(-1, -2) / math.sqrt(q_BNSH.shape[-1])
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores
+
+
+def _fit(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor]:
+    """FlashAttention's operator wants a key for every query head; cuDNN's knows groups."""
+    group = q_BNSH.shape[1] // k_BKTH.shape[1]
+    if kernel == "cudnn" or group == 1:
+        return k_BKTH, v_BKTH
+    return k_BKTH.repeat_interleave(group, dim=1), v_BKTH.repeat_interleave(group, dim=1)
+
+
+def _ungroup(grad_BNTH: Tensor, like_BKTH: Tensor) -> Tensor:
+    """Sum the gradients of copies of a key/value head."""
+    if grad_BNTH.shape[1] == like_BKTH.shape[1]:
+        return grad_BNTH
+    return grad_BNTH.unflatten(1, (like_BKTH.shape[1], -1)).sum(2)
