@@ -170,8 +170,8 @@ def test_a_refused_option_says_nothing_of_its_values(report) -> None:
 
 
 def test_a_mesh_name_is_an_origin(report) -> None:
-    problem, = report("parallel=cp2", "tokenizer=bytes").problems
-    assert (problem.key, problem.where) == ("parallel.cp", "override 'parallel=cp2'")
+    problem, = report("parallel=ep2", "tokenizer=bytes").problems
+    assert (problem.key, problem.where) == ("parallel.ep", "override 'parallel=ep2'")
 
 
 def test_the_common_part_of_a_sweep(report) -> None:

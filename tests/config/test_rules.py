@@ -22,7 +22,7 @@ CASES = {
     "sequence_fits_model": (["train.seq_len=513"], "is 513, longer than model.max_seq_len=512"),
     "recompute_reaches_a_block": (["ac=selective_layer", "ac.every=5"], "is 5, but the model has 4 blocks"),
     "degrees_are_sizes": (["parallel=single", "parallel.dp_shard=0"], "is 0"),
-    "axes_are_built": (["parallel=fsdp2_tp2_cp2"], "cp=2: not built yet"),
+    "axes_are_built": (["parallel=fsdp2_tp2_pp2"], "pp=2: not built yet"),
     "tensor_ranks_split_something": (["parallel=tp2", "++pipeline.plugins.tp._target_=null"],
                                      "is off, but 2 ranks are to share every matrix"),
     "tensor_ranks_share_heads": (["parallel=tp4", "model.num_heads=6", "model.num_kv_heads=2"],
@@ -33,6 +33,17 @@ CASES = {
     "tensor_ranks_share_vocabulary": (["parallel=tp2", "model.vocab_size=4097"], "is 4097, which 2"),
     "tensor_ranks_share_the_sequence": (["parallel=single", "parallel.tp=-1", "launch.nproc=4", "train.seq_len=510"],
                                         "is 510, which 4"),
+    "context_ranks_split_something": (["parallel=cp2", "++pipeline.plugins.cp._target_=null"],
+                                      "is off, but 2 ranks are to share every sequence"),
+    "context_ranks_share_the_sequence": (["parallel=cp4_tp2", "train.seq_len=500"],
+                                         "is 500, which 4 cp ranks of 2 tp ranks cannot share evenly"),
+    "ulysses_shares_heads": (["parallel=cp4", "parallel.cp_method=ulysses", "model.num_kv_heads=2"],
+                             "which deals heads to 4 ranks"),
+    "ring_takes_no_mask": (["parallel=cp2", "parallel.cp_method=ring", "model.document_mask=true"],
+                           "is ring, which is causal only"),
+    "gathering_ahead_has_blocks": (["parallel=fsdp2", "parallel.fsdp_prefetch=4"], "is 4, but the model has 4 blocks"),
+    "offload_has_a_device": (["parallel=fsdp2", "parallel.fsdp_cpu_offload=true"],
+                             "is on, but there is no GPU here: all memory is host memory"),
     "one_degree_is_derived": (["parallel=auto", "parallel.dp_replicate=-1"], "dp_replicate and dp_shard are -1"),
     "mesh_fits_ranks": (["parallel=fsdp4", "launch.nproc=3"], "the mesh needs 4 ranks, but 3 are started"),
     "global_batch_is_whole": (["parallel=hsdp2x2", "train.local_batch=3", "train.global_batch=30"],
@@ -155,6 +166,16 @@ def test_the_whole_sequence_on_every_rank_need_not_divide(ask) -> None:
     hint = "parallel.tp=3 or parallel.tp=5 or train.seq_len=508 or train.seq_len=512 or " \
            "parallel.tp_sequence_parallel=false"
     assert ask("tensor_ranks_share_the_sequence", overrides).hint == hint
+
+
+@pytest.mark.parametrize(("name", "overrides", "text"), [
+    ("gathering_ahead_has_blocks", ["parallel=tp2", "parallel.fsdp_prefetch=1"], "one rank gathers no weights"),
+    ("offload_has_a_device", ["parallel=tp2", "parallel.fsdp_cpu_offload=true"], "one data rank has no FSDP"),
+])
+def test_options_of_fsdp_without_fsdp(ask, name: str, overrides: list[str], text: str) -> None:
+    problem = ask(name, overrides)
+    assert text in problem.message
+    assert ask(name, [*overrides, problem.hint]) is None
 
 
 def test_a_mesh_without_nproc_brings_its_own_ranks(ask) -> None:

@@ -31,10 +31,11 @@ def world_size(c: Any) -> int | None:
     return (len(machine.gpus()) or 1) if derived else fixed
 
 
-def tensor_ranks(c: Any) -> int | None:
-    """The degree ``parallel.tp``, derived where it is -1; None where it cannot be, of which another rule speaks."""
-    if c.parallel.tp != -1:
-        return c.parallel.tp
+def degree(c: Any, axis: str) -> int | None:
+    """The degree of ``axis``, derived where it is -1; None where it cannot be, of which another rule speaks."""
+    given = getattr(c.parallel, axis)
+    if given != -1:
+        return given
     fixed, _ = fixed_product(c.parallel)
     ranks = world_size(c)
     return None if ranks is None or fixed < 1 or ranks % fixed else ranks // fixed

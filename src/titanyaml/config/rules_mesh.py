@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from titanyaml import machine
 from titanyaml.config.degrees import AXES, BUILT_AXES
-from titanyaml.config.ranks import fixed_product, tensor_ranks, world_size
+from titanyaml.config.ranks import degree, fixed_product, world_size
 from titanyaml.config.view import Rule, into, multiples_around, ways
 from titanyaml.errors import Problem
 
@@ -29,7 +30,7 @@ def axes_are_built(c: Any) -> Problem | None:
         return None
     spelled = ", ".join(f"{axis}={getattr(c.parallel, axis)}" for axis in missing)
     return Problem(f"parallel.{missing[0]}", f"{spelled}: not built yet; this version has "
-                   f"{', '.join(BUILT_AXES)} (ddpN, fsdpN, hsdpRxS, tpN)", allowed="1",
+                   f"{', '.join(BUILT_AXES)} (ddpN, fsdpN, hsdpRxS, cpN, tpN)", allowed="1",
                    hint=" ".join(f"parallel.{axis}=1" for axis in missing))
 
 
@@ -86,7 +87,7 @@ def data_ranks_share_gradients(c: Any) -> Problem | None:
     nodes = c.pipeline.plugins
     others = ("ac", "compile", "tp", "cp")
     on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
-    ranks = (world_size(c) or 1) // max(tensor_ranks(c) or 1, 1)
+    ranks = (world_size(c) or 1) // max(degree(c, "tp") or 1, 1)
     if on or ranks <= 1:
         return None
     return Problem("pipeline.plugins.fsdp", f"is off, but {ranks} ranks share the data: nothing would sum their "
@@ -100,6 +101,39 @@ def sample_runs_alone(c: Any) -> Problem | None:
         return None
     return Problem("parallel", f"runner=sample runs on one rank, not {world_size(c)}",
                    hint="parallel=single" + (" launch.nproc=1" if c.launch.nproc else ""))
+
+
+@rule("parallel", "launch", "model.num_layers")
+def gathering_ahead_has_blocks(c: Any) -> Problem | None:
+    ahead, layers, ranks = c.parallel.fsdp_prefetch, c.model.num_layers, sharing_ranks(c)
+    if ahead is None or ranks is None or (1 <= ahead < layers and ranks > 1):
+        return None
+    if ranks == 1:
+        return Problem("parallel.fsdp_prefetch", f"is {ahead}, but one rank gathers no weights", allowed="null",
+                       hint="parallel.fsdp_prefetch=null")
+    nearest = [f"parallel.fsdp_prefetch={layers - 1}"] if layers > 1 else []
+    return Problem("parallel.fsdp_prefetch", f"is {ahead}, but the model has {layers} blocks",
+                   allowed=f"1 .. {layers - 1}, or null", hint=" or ".join([*nearest, "parallel.fsdp_prefetch=null"]))
+
+
+@rule("parallel", "launch", "runner.name")
+def offload_has_a_device(c: Any) -> Problem | None:
+    if not c.parallel.fsdp_cpu_offload or (ranks := sharing_ranks(c)) is None:
+        return None
+    off = "parallel.fsdp_cpu_offload=false"
+    if ranks == 1:
+        return Problem("parallel.fsdp_cpu_offload", "is on, but FSDP does it, and one data rank has no FSDP",
+                       allowed="true where dp_replicate, dp_shard or cp is above 1", hint=off)
+    if c.runner.name == "check" or machine.gpus():
+        return None
+    return Problem("parallel.fsdp_cpu_offload", "is on, but there is no GPU here: all memory is host memory",
+                   allowed="false on a CPU", hint=off)
+
+
+def sharing_ranks(c: Any) -> int | None:
+    """Ranks that hold different tokens; None where it cannot be known."""
+    degrees = [degree(c, axis) for axis in ("dp_replicate", "dp_shard", "cp")]
+    return None if None in degrees or 0 in degrees else math.prod(degrees)
 
 
 def num_parameters(model: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanyaml.config.ranks import tensor_ranks
+from titanyaml.config.ranks import degree
 from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
 from titanyaml.errors import Problem
 
@@ -14,7 +14,7 @@ rule = into(RULES)
 
 def _divides(c: Any, key: str, size: int, *sizes: int) -> Problem | None:
     """A problem where tp does not divide ``size``; other degrees that are offered divide ``sizes`` too."""
-    tp = tensor_ranks(c)
+    tp = degree(c, "tp")
     if tp is None or tp < 1 or size % tp == 0:
         return None
     degrees = [n for n in range(1, size + 1) if all(other % n == 0 for other in (size, *sizes))]
@@ -27,7 +27,7 @@ def _divides(c: Any, key: str, size: int, *sizes: int) -> Problem | None:
 @rule("parallel", "launch", "pipeline.plugins")
 def tensor_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that splits the model all tp ranks would silently do the same work."""
-    nodes, tp = c.pipeline.plugins, tensor_ranks(c)
+    nodes, tp = c.pipeline.plugins, degree(c, "tp")
     others = ("ac", "compile", "fsdp", "cp")
     on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
     if on or tp is None or tp < 2:

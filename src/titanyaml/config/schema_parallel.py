@@ -22,6 +22,10 @@ class Parallel:
         "free gathered weights after a block's forward; auto: all but the last block",
         choices=["auto", "always", "never"],
     )
+    fsdp_prefetch: int | None = key(
+        None, "blocks whose weights are gathered ahead; null: FSDP's own order, one as soon as it can", low=1
+    )
+    fsdp_cpu_offload: bool = key(False, "keep weights, gradients and optimizer state in host memory; needs a GPU")
     cp_method: str = key(
         "allgather",
         "how queries meet the keys of other ranks: gather all, pass them around (ring), or trade sequence for heads",

@@ -22,7 +22,7 @@ from titanyaml.models.layers import at_least_float32
 
 @torch.no_grad()
 def materialise(
-    model: nn.Module, *, device: torch.device, seed: int, param_dtype: torch.dtype
+    model: nn.Module, *, device: torch.device, seed: int, param_dtype: torch.dtype, storage: torch.device | None = None
 ) -> dict[str, Tensor]:
     """Allocate ``model`` on ``device`` and initialise it. At most one whole tensor exists besides the model.
 
@@ -32,7 +32,8 @@ def materialise(
 
     Args:
         model: a decoder on meta, transformed or not; parameters may be DTensors. seed: ``run.seed``.
-        param_dtype: dtype of master weights.
+        param_dtype: dtype of master weights. storage: where parameters live, if not on ``device``: they are drawn on
+            ``device`` all the same, so that they are the same.
 
     Returns:
         Masters by name: the value in ``param_dtype``, placed as the parameter, of each parameter stored narrower.
@@ -41,7 +42,7 @@ def materialise(
         TitanError: a parameter or buffer was filled by nobody.
     """
     shared = _shared_names(model)
-    model.to_empty(device=device)
+    model.to_empty(device=storage or device)
     _share(model, shared)
     for _, tensor in _floating(model):
         tensor.fill_(math.nan)
@@ -103,8 +104,8 @@ def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _refuse_nan(model: nn.Module) -> None:
     names, tensors = zip(*_floating(model), strict=True)
-    flags = torch.stack([tensor.isnan().any() for tensor in tensors]).tolist()
-    bad = [name for name, flag in zip(names, flags, strict=True) if flag]
+    flags = [tensor.isnan().any() for tensor in tensors]  # all queued before the first is waited for
+    bad = [name for name, flag in zip(names, flags, strict=True) if bool(flag)]
     if bad:
         raise TitanError(
             f"no initialisation for {', '.join(bad)}: no rule knows the parameter, or no init_buffers fills the buffer",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titanyaml.errors import Problem
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
@@ -29,16 +29,22 @@ class FullyShard:
         reshard_after_forward: whether gathered weights are freed after a block's forward. ``auto``: all blocks but the
             last, which the backward pass needs at once; ``always``: also the last block and the model's own weights
             (embedding, final norm, head); ``never``.
+        prefetch: blocks whose weights are gathered ahead of the one that runs, forward and backward; None: FSDP's own
+            order, which gathers the next block as soon as this one's computation is queued.
+        cpu_offload: weights, gradients and optimizer state live in host memory; weights visit the device for a block's
+            forward and backward.
     """
 
     stage = "fsdp"
 
-    def __init__(self, *, reshard_after_forward: str = "auto") -> None:
-        self.reshard_after_forward = reshard_after_forward
+    def __init__(
+        self, *, reshard_after_forward: str = "auto", prefetch: int | None = None, cpu_offload: bool = False
+    ) -> None:
+        self.reshard_after_forward, self.prefetch, self.cpu_offload = reshard_after_forward, prefetch, cpu_offload
 
     def reason_off(self, ctx: Context) -> str:
         """Off where one data rank computes in the dtype of its parameters."""
-        if ctx.dims.token_degree == 1 and ctx.compute_dtype == ctx.param_dtype:
+        if ctx.dims.token_degree == 1 and not self.cpu_offload and ctx.compute_dtype == ctx.param_dtype:
             return f"one data rank, compute dtype = parameter dtype ({dtype_name(ctx.param_dtype)})"
         return ""
 
@@ -48,6 +54,13 @@ class FullyShard:
         if self.reshard_after_forward not in RESHARD:
             problems.append(Problem("parallel.fsdp_reshard_after_forward", f"is {self.reshard_after_forward!r}",
                                     allowed=", ".join(RESHARD)))
+        if self.prefetch is not None and not 1 <= self.prefetch < len(ctx.facts.blocks):
+            problems.append(Problem("parallel.fsdp_prefetch", f"is {self.prefetch}",
+                                    allowed=f"1 .. {len(ctx.facts.blocks) - 1}, or null"))
+        if ctx.dims.token_degree == 1 and self.cpu_offload:
+            problems.append(Problem("parallel.fsdp_cpu_offload", "is on, but one data rank has nothing to shard",
+                                    allowed="dp_shard, dp_replicate or cp above 1",
+                                    hint="parallel.fsdp_cpu_offload=false"))
         if ctx.compute_dtype.itemsize > ctx.param_dtype.itemsize:
             problems.append(Problem(
                 "train.compute_dtype", f"is {dtype_name(ctx.compute_dtype)}, wider than train.param_dtype",
@@ -64,11 +77,14 @@ class FullyShard:
         blocks = ctx.facts.blocks
         rest = [name for name in _owners(model) if not name.startswith(tuple(f"{block}." for block in blocks))]
         options: dict[str, Any] = {"mesh": ctx.dims.shard_mesh(ctx.mesh), "mp_policy": _policy(ctx)}
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
         always, never = self.reshard_after_forward == "always", self.reshard_after_forward == "never"
         for name in blocks:
             reshard = always or (name != blocks[-1] and not never)
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard, **options)
         fully_shard(model, reshard_after_forward=always, **options)
+        self._order([model.get_submodule(name) for name in blocks])
         for module in _sharded(model):
             module.set_gradient_divide_factor(1.0)
             # a plain SUM: with the factor alone NCCL is asked for PREMUL_SUM, which gloo does not have
@@ -79,9 +95,19 @@ class FullyShard:
             f"{len(blocks)} blocks and {len(rest)} other modules over {_axes(ctx)}, computing in "
             f"{dtype_name(ctx.compute_dtype)}; gradients summed in {dtype_name(ctx.reduce_dtype)} "
             "after every microbatch; "
-            f"freed after forward: {freed}",
+            f"freed after forward: {freed}"
+            + (f"; {self.prefetch} blocks gathered ahead" if self.prefetch else "")
+            + ("; state in host memory" if self.cpu_offload else ""),
             [*blocks, *rest],
         )
+
+    def _order(self, blocks: list[FSDPModule]) -> None:
+        """Which blocks are gathered ahead of which."""
+        if self.prefetch is None:
+            return
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + self.prefetch])
+            block.set_modules_to_backward_prefetch(blocks[max(i - self.prefetch, 0) : i][::-1])
 
 
 def _axes(ctx: Context) -> str:

@@ -75,6 +75,11 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def storage(config: Config, env: Env) -> torch.device:
+    """Where parameters, gradients and optimizer state live."""
+    return torch.device("cpu") if config.parallel.fsdp_cpu_offload else env.device
+
+
 def global_batch(config: Config, dims: ParallelDims) -> int:
     """Sequences per optimizer step over all ranks."""
     return degrees.global_batch(config.train, data_degree=dims.data_degree)
@@ -110,7 +115,10 @@ def build_model(config: Config, env: Env) -> Built:
     dims = ParallelDims.resolve(config.parallel, env.world_size)
     mesh = dims.build(env.device.type) if env.world_size > 1 else None
     model, ctx, resolved, changes = transform(config, env, dims, mesh=mesh)
-    masters = materialise(model, device=env.device, seed=config.run.seed, param_dtype=ctx.param_dtype)
+    masters = materialise(
+        model, device=env.device, seed=config.run.seed, param_dtype=ctx.param_dtype,
+        storage=storage(config, env),
+    )
     return Built(model, masters, ctx, resolved, changes)
 
 

@@ -11,7 +11,7 @@ import torch
 from titanyaml import optim, tracker
 from titanyaml.config.schema import Config
 from titanyaml.data.loader import Batches
-from titanyaml.dist import comm, rng, signals
+from titanyaml.dist import agree, comm, rng, signals
 from titanyaml.dist.env import Env, set_timeout
 from titanyaml.errors import NonFiniteError, Preempted
 from titanyaml.optim.schedule import lr_at
@@ -60,7 +60,8 @@ class Trainer:
         self.counts_batch = dims.counts_batch(self.built.context.mesh)
         self.global_batch = setup.global_batch(config, dims)
         self.optimizer = optim.build(
-            config.optim, dict(self.built.model.named_parameters()), masters=self.built.masters, device=env.device
+            config.optim, dict(self.built.model.named_parameters()), masters=self.built.masters,
+            device=setup.storage(config, env),
         )
         self.train_step = TrainStep(
             self.built.model, self.optimizer, loss_fn=setup.loss_function(config), max_norm=config.train.max_norm,
@@ -69,6 +70,7 @@ class Trainer:
         )
         self.checkpointer = setup.checkpointer(config, run, env)
         self.step, data_state = self._restore()
+        self._check_ranks()
         self.batches = Batches(
             train_data, seed=config.run.seed, global_batch=self.global_batch, local_batch=config.train.local_batch,
             data_rank=self.data_rank, data_degree=dims.data_degree, prefetch=config.data.prefetch,
@@ -181,6 +183,15 @@ class Trainer:
         if self.env.is_main:
             self.run.truncate_metrics(step)
         return step, data_state
+
+    def _check_ranks(self) -> None:
+        """Copies of weights, buffers and moments are equal; random streams follow the data."""
+        tensors = {name: self.optimizer.master(name) for name in self.optimizer.names}
+        tensors |= dict(self.built.model.named_buffers())
+        moments = self.optimizer.state_tensors()
+        tensors |= {f"{name}.{kind}": tensor for name, state in moments.items() for kind, tensor in state.items()}
+        agree.refuse_different_replicas(tensors.items(), self.env)
+        agree.refuse_equal_streams(self.config.run.seed, self.data_rank, self.env)
 
     def _preempt(self) -> None:
         self._save()

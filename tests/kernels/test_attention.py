@@ -1,0 +1,68 @@
+"""Parts of an attention put together are the attention, forward and backward, for every kernel of this machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanyaml.kernels.attention import kernel_for, merge, part_backward, part_forward
+
+KERNELS = ["plain"] if not torch.cuda.is_available() else ["plain", "flash", "cudnn"]
+
+
+def draw(kernel: str, heads: int, kv_heads: int, queries: int, keys: int) -> list[Tensor]:
+    """q, k, v and the gradient of the output: float64, or what the fused kernels take."""
+    torch.manual_seed(0)
+    options = {"dtype": torch.float64} if kernel == "plain" else {"dtype": torch.bfloat16, "device": "cuda"}
+    size = 16 if kernel == "plain" else 64
+    shapes = [(heads, queries), (kv_heads, keys), (kv_heads, keys), (heads, queries)]
+    return [torch.randn(2, *shape, size).to(**options) for shape in shapes]
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor) -> list[Tensor]:
+    """Output and gradients of the public function, in float64."""
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    out = F.scaled_dot_product_attention(*leaves, attn_mask=seen, enable_gqa=True)
+    out.backward(grad.double())
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def close(kernel: str, found: list[Tensor], wanted: list[Tensor]) -> bool:
+    bound = 1e-13 if kernel == "plain" else 1e-2
+    return all((f.double() - w).norm() <= bound * w.norm() for f, w in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+def test_a_causal_part_is_causal_attention(kernel: str, heads: int, kv_heads: int) -> None:
+    q, k, v, grad = draw(kernel, heads, kv_heads, 32, 32)
+    out, lse = part_forward(q, k, v, causal=True, kernel=kernel)
+    assert out.dtype == q.dtype and lse.shape == q.shape[:3] and lse.dtype in (torch.float32, torch.float64)
+    grads = part_backward(grad, q, k, v, out, lse, causal=True, kernel=kernel)
+    seen = torch.ones(32, 32, dtype=torch.bool, device=q.device).tril()
+    assert close(kernel, [out, *grads], reference(q, k, v, grad, seen))
+    assert [g.dtype for g in grads] == [t.dtype for t in (q, k, v)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+def test_two_parts_merge_to_the_whole(kernel: str, heads: int, kv_heads: int) -> None:
+    """The tail half of the queries: all of the first 32 keys, and causally their own 32."""
+    q, k, v, grad = draw(kernel, heads, kv_heads, 32, 64)
+    early, late = (k[:, :, :32], v[:, :, :32]), (k[:, :, 32:], v[:, :, 32:])
+    out, lse = merge(*part_forward(q, *late, causal=True, kernel=kernel),
+                     *part_forward(q, *early, causal=False, kernel=kernel))
+    out = out.to(q.dtype)
+    first = part_backward(grad, q, *early, out, lse, causal=False, kernel=kernel)
+    second = part_backward(grad, q, *late, out, lse, causal=True, kernel=kernel)
+    found = [out, first[0] + second[0], *(torch.cat(pair, dim=2) for pair in zip(first[1:], second[1:], strict=True))]
+    seen = torch.ones(32, 64, dtype=torch.bool, device=q.device).tril(32)
+    assert close(kernel, found, reference(q, k, v, grad, seen))
+
+
+def test_the_plain_path_is_for_what_the_fused_kernels_do_not_take() -> None:
+    assert kernel_for(torch.device("cpu"), torch.bfloat16, head_dim=64) == "plain"
+    assert kernel_for(torch.device("cuda"), torch.float32, head_dim=64) == "plain"
+    assert kernel_for(torch.device("cuda"), torch.bfloat16, head_dim=100) == "plain"
