@@ -82,3 +82,8 @@ def test_files_and_functions_stay_small() -> None:
             if isinstance(node, ast.FunctionDef):
                 length = node.end_lineno - node.lineno + 1
                 assert length <= 75, f"{path.name}: {node.name} has {length} lines"
+
+
+def test_every_folder_is_packaged() -> None:
+    listed = (SRC.parents[1] / "setup.cfg").read_text().split("install_requires")[0].split()
+    assert {f"titanyaml.{path.parent.name}" for path in SRC.glob("*/__init__.py")} <= set(listed)

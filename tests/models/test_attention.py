@@ -54,3 +54,23 @@ def test_a_cache_attends_to_what_it_holds_and_refuses_more() -> None:
     assert positions.tolist() == [3] and mask.all()
     with pytest.raises(AssertionError, match="5 tokens in a cache of 4"):
         cache.advance(1, device=cpu)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward pass on CUDA only")
+@pytest.mark.parametrize("rows", [None, [0, 1, 2, 120, 121, 255]])
+def test_blocks_of_a_mask_allow_what_the_dense_mask_allows(rows: list[int] | None) -> None:
+    torch.manual_seed(0)
+    documents = (torch.rand(2, 256) < 0.05).long().cumsum(-1)
+    rows_S = None if rows is None else torch.tensor(rows)
+    dense = document_mask(documents, rows_S)
+    blocks = document_mask(documents.cuda(), None if rows_S is None else rows_S.cuda())
+    attention = Attention(replace(BASE, dim=256, num_heads=4, num_kv_heads=2, head_dim=64))
+    q, k, v = (torch.randn(2, heads, length, 64) for heads, length in ((4, dense.shape[2]), (2, 256), (2, 256)))
+    outs = []
+    for device, mask in (("cpu", dense), ("cuda", blocks)):
+        leaves = [t.detach().to(device).requires_grad_() for t in (q, k, v)]
+        out = attention.attend(*leaves, mask)
+        out.square().sum().backward()
+        outs.append([t.detach().cpu() for t in (out, *(leaf.grad for leaf in leaves))])
+    for found, wanted in zip(*outs, strict=True):
+        assert (found - wanted).norm() < 2e-3 * wanted.norm(), "TF32 products"

@@ -41,20 +41,21 @@ def head_size(spec: Model) -> int:
     return spec.head_dim or spec.dim // spec.num_heads
 
 
-def document_mask(documents_BT: Tensor, rows_S: Tensor | None = None) -> Mask:
+def document_mask(documents_BT: Tensor, rows_S: Tensor | None = None, *, dtype: torch.dtype = torch.float32) -> Mask:
     """Which position may attend to which: same document and not later.
 
     Args:
         documents_BT: int64 document of every position. rows_S: positions of the queries; None: all.
+        dtype: of queries and keys.
 
     Returns:
-        On a GPU the blocks of FlexAttention that are not empty; elsewhere, where it has no backward pass, bool
-        [B, 1, S, T].
+        On a GPU the blocks of FlexAttention that are not empty; on a CPU, where it has no backward pass, and for
+        float64, which it does not take, bool [B, 1, S, T].
     """
     batch, length = documents_BT.shape
     if rows_S is None:
         rows_S = torch.arange(length, device=documents_BT.device)
-    if documents_BT.is_cuda:
+    if documents_BT.is_cuda and dtype != torch.float64:
         def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (rows_S[q] >= k) & (documents_BT[b, rows_S[q]] == documents_BT[b, k])
 

@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         if cache is not None:
             h_BSD = self._run_cached(h_BSD, cos_SP, sin_SP, cache)
         else:
-            mask = self._document_mask(documents_BS, rows_S)
+            mask = self._document_mask(documents_BS, rows_S, h_BSD.dtype)
             for block in self.layers:
                 h_BSD = block(h_BSD, cos_SP, sin_SP, mask)
         h_BSD = self.norm(h_BSD)
@@ -142,11 +142,13 @@ class Decoder(nn.Module):
             return F.linear(h_BSD, head.weight)
         return loss_fn(h_BSD, head.weight, labels_BS)
 
-    def _document_mask(self, documents_BT: Tensor | None, rows_S: Tensor | None) -> Mask | None:
+    def _document_mask(
+        self, documents_BT: Tensor | None, rows_S: Tensor | None, dtype: torch.dtype
+    ) -> Mask | None:
         if not self.spec.document_mask:
             return None
         assert documents_BT is not None, "model.document_mask is on and documents_BS is missing"
-        return document_mask(documents_BT, rows_S)
+        return document_mask(documents_BT, rows_S, dtype=dtype)
 
     def _run_cached(self, h_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, cache: KVCache) -> Tensor:
         batch, count, _ = h_BSD.shape
