@@ -65,24 +65,25 @@ def train_on(ranks: int, config: Config, folder: Path) -> tuple[str, RunDir]:
 
 
 CASES = {
-    "fsdp2 float64": ("fsdp2", FLOAT64, 1e-9),
-    "fsdp2 float32": ("fsdp2", (), 1e-4),
-    "ddp2 float64": ("ddp2", FLOAT64, 1e-9),
-    "ddp2 float32": ("ddp2", (), 1e-4),
-    "fsdp2 tied": ("fsdp2", (*FLOAT64, "model.tie_embeddings=true"), 1e-9),
-    "fsdp2 documents": ("fsdp2", (*FLOAT64, "model.document_mask=true", "ac=full"), 1e-9),
+    "fsdp2 float64": ("fsdp2", 2, FLOAT64, 1e-9),
+    "fsdp2 float32": ("fsdp2", 1, (), 1e-4),
+    "ddp2 float64": ("ddp2", 1, FLOAT64, 1e-9),
+    "ddp2 float32": ("ddp2", 2, (), 1e-4),
+    "fsdp2 tied": ("fsdp2", 1, (*FLOAT64, "model.tie_embeddings=true"), 1e-9),
+    "fsdp2 documents": ("fsdp2", 2, (*FLOAT64, "model.document_mask=true", "ac=full"), 1e-9),
+    "tp2 documents": ("tp2", 2, (*FLOAT64, "model.document_mask=true"), 1e-9),
+    "cp2 documents": ("cp2", 1, (*FLOAT64, "model.document_mask=true"), 1e-9),
+    "cp2 ring": ("cp2", 2, (*FLOAT64, "parallel.cp_method=ring"), 1e-9),
 }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_train_as_one(
-    configure: Callable[..., Config], tmp_path: Path, case: str, accumulation: int
-) -> None:
-    mesh, extra, tolerance = CASES[case]
+def test_two_ranks_train_as_one(configure: Callable[..., Config], tmp_path: Path, case: str) -> None:
+    mesh, accumulation, extra, tolerance = CASES[case]
     common = (*SHORT, *extra, f"train.global_batch={4 * accumulation}")
     one = configure(*common, "parallel=single", "train.local_batch=4")
-    two = configure(*common, f"parallel={mesh}", "train.local_batch=2")
+    local_batch = 2 if "dp" in mesh else 4  # tp and cp peers share the batch
+    two = configure(*common, f"parallel={mesh}", f"train.local_batch={local_batch}")
     weights_one, run_one = train_on(1, one, tmp_path / "one")
     weights_two, run_two = train_on(2, two, tmp_path / "two")
     assert weights_one == weights_two

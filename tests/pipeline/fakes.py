@@ -15,7 +15,7 @@ from titanyaml.pipeline.protocol import Change, Context
 FACTS = ModelFacts(
     blocks=("0", "1"), embedding="0", head="1", final_norm="1", num_params=16, num_embedding_params=16, num_layers=2,
     num_heads=1, num_kv_heads=1, head_dim=4, dim=4, ffn_dim=4, vocab_size=4, max_seq_len=8, tied=True,
-    layout=BlockLayout(entries=(), column=(), row=(), stream_norms=()),
+    layout=BlockLayout(entries=(), attention="", column=(), row=(), stream_norms=()),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -31,6 +31,50 @@ def table(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = Non
             str(record["order"]), record["stage"], record["node"], record["class"].rpartition(".")[2], what, count
         )
     return view
+
+
+def by_module(resolved: Resolved, changes: Sequence[tuple[str, Change]]) -> Table:
+    """What each step touched and left alone, by module; blocks that were treated alike share a line."""
+    view = Table(title="by module", title_justify="left")
+    view.add_column("node", no_wrap=True)
+    view.add_column("modules", overflow="fold")
+    view.add_column("left alone because", overflow="fold")
+    done = dict(changes)
+    for name, _ in resolved.steps:
+        change = done[name]
+        whole = ["the whole model"] if "*" in change.modules else []
+        for module in whole or together(change.modules):
+            view.add_row(name, module, "")
+        reasons = dict.fromkeys(change.skipped.values())
+        for reason in reasons:
+            for module in together([m for m, why in change.skipped.items() if why == reason]):
+                view.add_row(name, module, reason, style="dim")
+    return view
+
+
+def together(names: Iterable[str]) -> list[str]:
+    """Names that differ in one number only, as one: ``layers.{0-79}.attention.wq``."""
+    numbers: dict[str, list[int]] = {}
+    for name in names:
+        parts = name.split(".")
+        place = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if place is None:
+            numbers[name] = []
+        else:
+            numbers.setdefault(".".join([*parts[:place], "{}", *parts[place + 1 :]]), []).append(int(parts[place]))
+    return [name.replace("{}", _ranges(found), 1) if found else name for name, found in numbers.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``7`` or ``{0-3,5}``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return text if text.isdigit() else f"{{{text}}}"
 
 
 def records(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = None) -> list[dict[str, Any]]:

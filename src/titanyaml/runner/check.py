@@ -35,6 +35,7 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
         _, ctx, resolved, changes = setup.transform(config, env, dims, mesh=mesh)
         console.print(mesh_table(dims))
         console.print(show.table(resolved, changes))
+        console.print(show.by_module(resolved, changes))
     facts, seq_len = ctx.facts, config.train.seq_len
     tokens = setup.global_batch(config, dims) * seq_len
     console.print(
