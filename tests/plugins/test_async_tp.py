@@ -214,7 +214,7 @@ def test_a_sum_that_is_used_elsewhere_stays() -> None:
     assert graph_products.scattered(first).target is torch.ops.aten.add.Tensor
 
 
-def test_off_and_refused() -> None:
+def test_off_and_refused(monkeypatch) -> None:
     from titanyaml.dist.compat_async_tp import fuse_collectives
 
     ctx = context(spec(vocab_size=VOCAB), dims=TP2)
@@ -227,6 +227,10 @@ def test_off_and_refused() -> None:
     assert (unknown.key, unknown.allowed) == ("compile.async_tp_ops", "some of all_gather, reduce_scatter")
     with pytest.raises(PipelineError, match="the node that does it is not on"):
         resolve({"tp": TP, "compile": {**COMPILE, "async_tp": True}}, ctx)
+    with monkeypatch.context() as patch:
+        patch.delattr("torch._inductor.fx_passes.micro_pipeline_tp.fuse_matmul_reduce_scatter")
+        with pytest.raises(RuntimeError, match="micro_pipeline_tp.fuse_matmul_reduce_scatter"):
+            fuse_collectives("0", ("all_gather",), device_type="cpu")
     torch._inductor.config.post_grad_custom_pre_pass = lambda graph: None
     with pytest.raises(RuntimeError, match="already in use"):
         fuse_collectives("0", ("all_gather",), device_type="cpu")

@@ -1,7 +1,7 @@
 """Private API of async tensor parallelism: Inductor's hook and fusions, symmetric memory's operators, the counters.
 
-Checked with torch 2.13; the names used here stand in 2.11 and 2.12 too. Importing this file takes about two seconds
-(Inductor), so that only what compiles imports it.
+The other home of private torch API beside ``compat.py``; importing it takes about two seconds (Inductor), so that only
+what compiles does. Run with torch 2.13; where a release lacks a name, ``fuse_collectives`` says which.
 
 Inductor's own pass (``_inductor.config._micro_pipeline_tp``) fuses all or nothing and returns in silence when the build
 has no NCCL, when symmetric memory was not enabled for the group, and when the graph does not look as it expects. Here
@@ -33,6 +33,11 @@ _COLLECTIVES = {
     torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
     torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
 }
+_NEEDED = (
+    (stock, "find_all_gather_patterns"), (stock, "find_reduce_scatter_patterns"), (stock, "fuse_all_gather_matmul"),
+    (stock, "fuse_matmul_reduce_scatter"), (_symmetric_memory, "_test_mode"),
+    (inductor_config, "post_grad_custom_pre_pass"),
+)
 _PREFIX, _FUSED = "titanyaml async_tp", ""
 _LIBRARIES: list[torch.library.Library] = []  # kernels live as long as their library
 
@@ -73,8 +78,10 @@ def fuse_collectives(group_name: str, kinds: tuple[str, ...], *, device_type: st
         kinds: of "all_gather" and "reduce_scatter". device_type: "cpu" gets plain kernels of the fused operators.
 
     Raises:
-        RuntimeError: the hook is taken by somebody else.
+        RuntimeError: the hook is taken by somebody else, or this torch lacks a name.
     """
+    if missing := [f"{module.__name__}.{name}" for module, name in _NEEDED if not hasattr(module, name)]:
+        raise RuntimeError(f"torch {torch.__version__} has no {', '.join(missing)}")
     taken = inductor_config.post_grad_custom_pre_pass
     if taken is not None and not isinstance(taken, FuseCollectives):
         raise RuntimeError("torch._inductor.config.post_grad_custom_pre_pass is already in use")

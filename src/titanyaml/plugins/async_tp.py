@@ -47,16 +47,16 @@ class AsyncTensorParallel:
         """Set Inductor's hook. The graphs are built by the first step.
 
         Raises:
-            PipelineError: the hook is in use.
+            PipelineError: the hook is in use, or this release of torch lacks something.
         """
-        from titanyaml.dist import compat_async_tp  # Inductor takes seconds to import
-
         assert ctx.mesh is not None, "more than one rank and no mesh"
         try:
+            from titanyaml.dist import compat_async_tp  # Inductor takes seconds to import
+
             compat_async_tp.fuse_collectives(
                 ctx.mesh["tp"].get_group().group_name, self.operators, device_type=ctx.device.type
             )
-        except RuntimeError as error:
+        except (ImportError, RuntimeError) as error:
             raise PipelineError(str(error), key="compile.async_tp", hint="compile.async_tp=false") from error
         self.earlier = compat_async_tp.fusions()
         kinds = " and ".join(f"{name}s" for op, name in OPERATORS.items() if op in self.operators)
