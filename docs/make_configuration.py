@@ -51,7 +51,7 @@ def _rows(kind: type, prefix: str) -> list[str]:
 def _type(key: nearest.Key) -> str:
     choices = key.rules.get("choices")
     if choices:
-        text = ", ".join(f"`{spell(choice)}`" for choice in choices)
+        text = "list of " * (key.kind == list[str]) + ", ".join(f"`{spell(choice)}`" for choice in choices)
     else:
         text = "section" if key.is_section else _KINDS.get(key.kind, "mapping")
     bounds = [f"{sign} {key.rules[name]:g}" for name, sign in _BOUNDS if key.rules.get(name) is not None]

@@ -59,6 +59,18 @@ def test_unknown_keys_name_the_nearest(inspect, key: str, near: str) -> None:
     assert problem.message == f"unknown key; did you mean {near}?"
 
 
+def test_items_of_a_list_are_among_its_choices(one) -> None:
+    problem = one("compile.async_tp_ops", ["all_gather", "all_reduce"])
+    assert (problem.key, problem.allowed) == ("compile.async_tp_ops[1]", "all_gather, reduce_scatter")
+    assert problem.hint == "", "a key inside a list cannot be typed"
+
+
+def test_a_list_with_choices_names_them(one) -> None:
+    problem = one("compile.async_tp_ops", "all_gather")
+    assert (problem.allowed, problem.hint) == ("a list of all_gather, reduce_scatter",
+                                               "compile.async_tp_ops=[all_gather]")
+
+
 def test_unknown_key_like_nothing(one) -> None:
     assert one("zzz", 1).message == "unknown key"
 

@@ -23,7 +23,7 @@ def test_all_is_resolved_but_identity_and_references(compose: Compose) -> None:
     assert tree["train"]["seq_len"] == compose("model=llama3_debug").train.seq_len
     assert tree["user"] == {"twice": schema.Train().steps}
     assert tree["pipeline"]["plugins"]["ac"] == "${ac}"
-    assert tree["pipeline"]["plugins"]["fsdp"]["reshard_after_forward"] == "auto"
+    assert tree["pipeline"]["plugins"]["fsdp"]["reshard_after_forward"] == "${parallel.fsdp_reshard_after_forward}"
     assert "${" not in yaml.safe_dump({name: node for name, node in tree.items() if name not in ("run", "pipeline")})
 
 

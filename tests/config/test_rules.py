@@ -44,6 +44,14 @@ CASES = {
     "gathering_ahead_has_blocks": (["parallel=fsdp2", "parallel.fsdp_prefetch=4"], "is 4, but the model has 4 blocks"),
     "offload_has_a_device": (["parallel=fsdp2", "parallel.fsdp_cpu_offload=true"],
                              "is on, but there is no GPU here: all memory is host memory"),
+    "async_tp_has_ranks": (["compile.async_tp=true", "compile=block"], "is true, but parallel.tp is 1"),
+    "async_tp_is_compiled": (["compile.async_tp=true", "parallel=tp2"], "is auto, which compiles on a GPU only"),
+    "async_tp_splits_the_sequence": (["compile.async_tp=true", "compile=block", "parallel=tp2",
+                                      "parallel.tp_sequence_parallel=false"], "is false: the tp ranks then send"),
+    "async_tp_has_inductor": (["compile.async_tp=true", "compile=block", "parallel=tp2", "compile.backend=aot_eager"],
+                              "is aot_eager, which does not know"),
+    "async_tp_overlaps_something": (["compile.async_tp=true", "compile=block", "parallel=tp2",
+                                     "compile.async_tp_ops=[]"], "is empty"),
     "one_degree_is_derived": (["parallel=auto", "parallel.dp_replicate=-1"], "dp_replicate and dp_shard are -1"),
     "mesh_fits_ranks": (["parallel=fsdp4", "launch.nproc=3"], "the mesh needs 4 ranks, but 3 are started"),
     "global_batch_is_whole": (["parallel=hsdp2x2", "train.local_batch=3", "train.global_batch=30"],
@@ -176,6 +184,24 @@ def test_options_of_fsdp_without_fsdp(ask, name: str, overrides: list[str], text
     problem = ask(name, overrides)
     assert text in problem.message
     assert ask(name, [*overrides, problem.hint]) is None
+
+
+@pytest.mark.parametrize(("overrides", "hint"), [
+    # 6 heads, 3 key/value heads: the smallest degree that all sizes share
+    (["model.num_heads=6", "model.num_kv_heads=3", "model.dim=192", "model.ffn_dim=768", "model.vocab_size=4098",
+      "train.seq_len=510"], "parallel=tp3 or compile.async_tp=false"),
+    (["model.num_kv_heads=1"], "compile.async_tp=false"),
+    (["launch.nproc=1"], "parallel=tp2 launch.nproc=null or compile.async_tp=false"),
+])
+def test_async_tp_offers_a_degree_that_divides_the_model(ask, overrides: list[str], hint: str) -> None:
+    assert ask("async_tp_has_ranks", [*BYTES, "compile.async_tp=true", *overrides]).hint == hint
+
+
+def test_async_tp_is_compiled_where_a_gpu_is_or_a_mode_is_given(ask, monkeypatch) -> None:
+    overrides = ["compile.async_tp=true", "parallel=tp2"]
+    assert ask("async_tp_is_compiled", [*overrides, "compile=none"]).message.startswith("is none; async tensor")
+    monkeypatch.setattr(machine, "gpus", lambda: ["0", "1"])
+    assert ask("async_tp_is_compiled", overrides) is None
 
 
 def test_a_mesh_without_nproc_brings_its_own_ranks(ask) -> None:

@@ -162,7 +162,7 @@ class _Walk:
         for index, item in enumerate(value):
             where = f"{path}[{index}]"
             if key.kind == list[str]:
-                one = Key(str(index), str, False, None, {})
+                one = Key(str(index), str, False, None, {"choices": key.rules.get("choices")})
                 done = self.resolve(item, inner, index, where) if "${" in str(item) else item
                 results.append(done if done is BAD else self.convert(one, done, node, where))
             elif isinstance(item, dict):
@@ -259,7 +259,8 @@ class _Walk:
         choices = key.rules.get("choices")
         if choices and value not in choices:
             near = nearest(str(value), map(str, choices))
-            return self.refuse(path, f"is {written!r}", allowed=describe(key), hint=f"{path}={near[0]}" if near else "")
+            hint = f"{path}={near[0]}" if near and "[" not in path else ""  # a key inside a list cannot be typed
+            return self.refuse(path, f"is {written!r}", allowed=describe(key), hint=hint)
         low, high = key.rules.get("low"), key.rules.get("high")
         if high is None and isinstance(value, int) and abs(value) > 2**53:  # torch overflows
             return self.refuse(path, f"is {written!r}", allowed=f"{describe(key)}, up to 2**53")

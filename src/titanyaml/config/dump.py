@@ -1,9 +1,9 @@
 """config.yaml: the configuration as it ran, such that it can be run again.
 
 Two things stay expressions where all else is resolved: ``run.id`` and ``run.dir``, so that a replay is a new run in a
-new folder, and the plugin nodes that refer to a group (``ac: ${ac}``), so that an override of the group still reaches
-the plugin. A ``defaults`` list on top brings the schema and Hydra's own settings, which are not part of a run's
-identity.
+new folder, and the plugin nodes, and arguments of them, that refer to a group (``ac: ${ac}``), so that an override of
+the group still reaches the plugin. A ``defaults`` list on top brings the schema and Hydra's own settings, which are not
+part of a run's identity.
 """
 
 from __future__ import annotations
@@ -47,9 +47,15 @@ def to_yaml(cfg: DictConfig) -> str:
     tree["run"].update(_run_expressions(cfg))
     plugins = tree["pipeline"]["plugins"]
     for name, node in OmegaConf.to_container(cfg.pipeline.plugins, resolve=False).items():
-        if isinstance(node, str) and _REFERENCE.fullmatch(node):
+        if _is_reference(node):
             plugins[name] = node
+        elif isinstance(node, dict):
+            plugins[name].update({argument: value for argument, value in node.items() if _is_reference(value)})
     return OmegaConf.to_yaml(OmegaConf.create({"defaults": REPLAY_DEFAULTS, **tree}))
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
 def _run_expressions(cfg: DictConfig) -> dict[str, str]:

@@ -35,7 +35,8 @@ def to_kind(kind: Any, value: Any) -> Any:
 def describe(key: Key) -> str:
     """The legal values of a key in words."""
     if choices := key.rules.get("choices"):
-        return ", ".join(spell(choice) for choice in choices)
+        text = ", ".join(spell(choice) for choice in choices)
+        return f"a list of {text}" if key.kind == list[str] else text
     words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a text",
              list[str]: "a list of texts", list[schema.ParamGroup]: "a list of sections"}.get(key.kind, "a section")
     signs = (("low", ">="), ("above", ">"), ("high", "<="), ("below", "<"))

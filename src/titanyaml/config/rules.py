@@ -10,13 +10,21 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from titanyaml.config import rules_context, rules_data, rules_loop, rules_mesh, rules_model, rules_tensor
+from titanyaml.config import (
+    rules_async_tp,
+    rules_context,
+    rules_data,
+    rules_loop,
+    rules_mesh,
+    rules_model,
+    rules_tensor,
+)
 from titanyaml.config.check import inspect
 from titanyaml.config.view import Rule, Unknown, View
 from titanyaml.errors import Problem
 
 RULES: tuple[Rule, ...] = (
-    *rules_model.RULES, *rules_mesh.RULES, *rules_tensor.RULES, *rules_context.RULES,
+    *rules_model.RULES, *rules_mesh.RULES, *rules_tensor.RULES, *rules_async_tp.RULES, *rules_context.RULES,
     *rules_loop.RULES, *rules_data.RULES,
 )
 

@@ -85,7 +85,7 @@ def global_batch_is_whole(c: Any) -> Problem | None:
 def data_ranks_share_gradients(c: Any) -> Problem | None:
     """Without a plugin that sums gradients each rank would silently train a model of its own."""
     nodes = c.pipeline.plugins
-    others = ("ac", "compile", "tp", "cp")
+    others = ("ac", "async_tp", "compile", "tp", "cp")
     on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
     ranks = (world_size(c) or 1) // max(degree(c, "tp") or 1, 1)
     if on or ranks <= 1:

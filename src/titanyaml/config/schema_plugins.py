@@ -38,6 +38,13 @@ class Compile(PluginNode):
     mode: str = key("auto", "none, block (each block by itself), model; auto: block on GPU, none on CPU",
                     choices=["auto", "none", "block", "model"])
     backend: str = key("inductor", "torch.compile backend", when=("mode", ["auto", "block", "model"]))
+    async_tp: bool = key(False, "overlap transfers of the tp ranks with the matrix products next to them, in pieces")
+    async_tp_ops: list[str] = key(
+        ["all_gather", "reduce_scatter"],
+        "what is overlapped: the gather before a product, the reduce-scatter behind one",
+        choices=["all_gather", "reduce_scatter"],
+        when=("async_tp", [True]),
+    )
 
 
 @dataclass

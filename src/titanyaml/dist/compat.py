@@ -1,4 +1,6 @@
-"""The only home of private torch API, so that a new torch release has one file to break.
+"""The home of private torch API, so that a new torch release has one file to break.
+
+What only async tensor parallelism uses stands in ``compat_async_tp.py``, which takes seconds to import.
 
 Checked with torch 2.11 to 2.13. A name that a release took away gets a public, slower way where there is one.
 """

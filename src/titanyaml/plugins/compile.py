@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -21,12 +23,16 @@ class Compile:
     Args:
         mode: ``block``, ``model``, ``none``, or ``auto``: block on a GPU, none on a CPU.
         backend: torch.compile backend.
+        async_tp, async_tp_ops: keys of the same group that the node ``async_tp`` acts on; here it is only seen to that
+            this node is on when they ask for it.
     """
 
     stage = "compile"
 
-    def __init__(self, *, mode: str = "auto", backend: str = "inductor") -> None:
-        self.mode, self.backend = mode, backend
+    def __init__(
+        self, *, mode: str = "auto", backend: str = "inductor", async_tp: bool = False, async_tp_ops: Sequence[str] = ()
+    ) -> None:
+        self.mode, self.backend, self.async_tp = mode, backend, async_tp
         self.earlier = compat.CompileCounts()
 
     def reason_off(self, ctx: Context) -> str:
@@ -48,6 +54,11 @@ class Compile:
             problems.append(Problem(
                 "compile.mode", f"is 'model' on {ctx.dims.token_degree} data ranks; gathering weights breaks the graph",
                 allowed="block, none", hint="compile.mode=block",
+            ))
+        if self.async_tp and "async_tp" not in ctx.active:
+            problems.append(Problem(
+                "compile.async_tp", "is true, but the node that does it is not on: pipeline.plugins.async_tp",
+                hint="compile.async_tp=false, or pipeline=default",
             ))
         return problems
 

@@ -1,0 +1,66 @@
+"""Rules of async tensor parallelism: it overlaps what tensor parallelism sends, in graphs that Inductor compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titanyaml import machine
+from titanyaml.config.ranks import degree
+from titanyaml.config.view import Rule, into
+from titanyaml.errors import Problem
+
+RULES: list[Rule] = []
+rule = into(RULES)
+
+_OFF = "compile.async_tp=false"
+
+
+@rule("compile.async_tp", "parallel", "launch", "model", "train.seq_len")
+def async_tp_has_ranks(c: Any) -> Problem | None:
+    if not c.compile.async_tp or degree(c, "tp") != 1:
+        return None
+    sizes = (c.model.num_heads, c.model.num_kv_heads, c.model.ffn_dim, c.model.vocab_size, c.train.seq_len)
+    shared = next((n for n in range(2, min(sizes) + 1) if all(size % n == 0 for size in sizes)), None)
+    hint = _OFF
+    if shared and c.launch.kind == "local":  # what torchrun started cannot be changed from here
+        hint = f"parallel=tp{shared}" + (" launch.nproc=null" if c.launch.nproc else "") + f" or {_OFF}"
+    return Problem("compile.async_tp", "is true, but parallel.tp is 1: there is no transfer to overlap",
+                   allowed="true where parallel.tp is 2 or more", hint=hint)
+
+
+@rule("compile.async_tp", "compile.mode")
+def async_tp_is_compiled(c: Any) -> Problem | None:
+    mode = c.compile.mode
+    if not c.compile.async_tp or mode not in ("none", "auto") or (mode == "auto" and machine.gpus()):
+        return None
+    why = ", which compiles on a GPU only, and this machine has none" if mode == "auto" else ""
+    return Problem("compile.mode", f"is {mode}{why}; async tensor parallelism works in compiled graphs",
+                   allowed="block, model" + (", auto with a GPU" if mode == "none" else ""),
+                   hint=f"compile.mode=block or {_OFF}")
+
+
+@rule("compile.async_tp", "parallel.tp_sequence_parallel")
+def async_tp_splits_the_sequence(c: Any) -> Problem | None:
+    if not c.compile.async_tp or c.parallel.tp_sequence_parallel:
+        return None
+    return Problem("parallel.tp_sequence_parallel", "is false: the tp ranks then send all-reduces, which "
+                   "compile.async_tp cannot overlap", allowed="true",
+                   hint=f"parallel.tp_sequence_parallel=true or {_OFF}")
+
+
+@rule("compile.async_tp", "compile.backend")
+def async_tp_has_inductor(c: Any) -> Problem | None:
+    if not c.compile.async_tp or c.compile.backend == "inductor":
+        return None
+    return Problem("compile.backend", f"is {c.compile.backend}, which does not know compile.async_tp",
+                   allowed="inductor", hint=f"compile.backend=inductor or {_OFF}")
+
+
+@rule("compile.async_tp", "compile.async_tp_ops")
+def async_tp_overlaps_something(c: Any) -> Problem | None:
+    if not c.compile.async_tp or c.compile.async_tp_ops:
+        return None
+    return Problem("compile.async_tp_ops", "is empty, and compile.async_tp is true",
+                   allowed="all_gather, reduce_scatter or both",
+                   hint=f"compile.async_tp_ops=[all_gather,reduce_scatter] or compile.async_tp_ops=[all_gather] or "
+                        f"compile.async_tp_ops=[reduce_scatter] or {_OFF}")

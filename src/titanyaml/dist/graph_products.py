@@ -1,0 +1,118 @@
+"""Rearrange the matrix products of an FX graph so that one product stands next to one collective.
+
+Async tensor parallelism overlaps *one* product with the gather before it or the scatter behind it. A block's graph has
+two places where that is not what stands there, and each is the same value written differently:
+
+- backward, q/k/v and gate/up: ``scatter(reshape(a1 @ b1) + reshape(a2 @ b2) + ...)`` is
+  ``scatter(reshape(cat(a1, a2, ...) @ cat(b1, b2, ...)))``: the sum is formed inside one product, in its accumulator
+  (float32 for bfloat16) instead of in the activations' dtype. The lefts are written side by side where they are made;
+  the rights, weights, are copied once.
+- forward, with biases: ``addmm(bias, gathered, b)`` is ``gathered @ b + bias``.
+
+Graphs are those that Inductor gets after differentiation: aten operators, functional collectives, the meta value of a
+node a fake tensor. Shapes: T tokens (B * S), K and N features of a product's left and right.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node, map_arg
+
+aten = torch.ops.aten
+
+
+def value(node: Node) -> Tensor:
+    """The fake tensor of a node: shape, strides, dtype, device."""
+    return node.meta["val"]
+
+
+def scattered(reduce_scatter: Node) -> Node | None:
+    """The tensor that a reduce-scatter divides: its input, or what was cut and stacked to be its input.
+
+    The collective works along dimension 0; slices along another dimension are stacked first. None where the stack
+    holds pieces of several tensors.
+    """
+    stacked = reduce_scatter.args[0]
+    if stacked.target is not aten.cat.default:
+        return stacked
+    cuts = (piece.args[0] if piece.target is operator.getitem else piece for piece in stacked.args[0])
+    sources = {cut.args[0] for cut in cuts if cut.target in _CUTS}
+    return sources.pop() if len(sources) == 1 else None
+
+
+def is_product(node: Node | None) -> bool:
+    """Whether a node is ``reshape(a @ b)`` back to the leading dimensions of a reshaped ``a``, or ``a @ b`` itself."""
+    return node is not None and (node.target in _PRODUCTS or (
+        node.target is aten.reshape.default and node.args[0].target in _PRODUCTS))
+
+
+def sum_as_one_product(reduce_scatter: Node) -> None:
+    """Form a scattered sum of products as one product; whatever is not such a sum stays as it is."""
+    total = scattered(reduce_scatter)
+    addends = _addends(total) if total is not None else []
+    if len(addends) < 2 or not all(_is_private_product(node, total) for node in addends):
+        return
+    graph, lead = total.graph, list(value(total).shape[:-1])
+    products = [addend.args[0] for addend in addends]
+    with graph.inserting_before(total):
+        lefts = [_call(graph, aten.reshape, mm.args[0], [*lead, value(mm.args[0]).shape[1]]) for mm in products]
+        left = _call(graph, aten.cat, lefts, len(lead))
+        flat_TK = _call(graph, aten.reshape, left, [math.prod(lead), value(left).shape[-1]])
+        right_KN = _call(graph, aten.cat, [mm.args[1] for mm in products], 0)
+        product_TN = _call(graph, aten.mm, flat_TK, right_KN)
+        result = _call(graph, aten.reshape, product_TN, list(value(total).shape))
+    total.replace_all_uses_with(result)
+    graph.eliminate_dead_code()
+
+
+def take_biases_out(gathered: Node) -> None:
+    """Write ``addmm(bias, reshape(gathered), b)`` as a product, reshaped as ``gathered`` is, and an addition."""
+    for flat_TK in [user for user in gathered.users if user.target is aten.reshape.default]:
+        for addmm in [user for user in flat_TK.users if user.target is aten.addmm.default]:
+            bias, left, right_KN = addmm.args
+            if left is not flat_TK or addmm.kwargs:
+                continue
+            graph, lead = addmm.graph, value(gathered).shape[:-1]
+            with graph.inserting_before(addmm):
+                product_TN = _call(graph, aten.mm, flat_TK, right_KN)
+                wide = _call(graph, aten.reshape, product_TN, [*lead, value(product_TN).shape[1]])
+                biased = _call(graph, aten.add, wide, bias)
+                flat_TN = _call(graph, aten.reshape, biased, list(value(product_TN).shape))
+            addmm.replace_all_uses_with(flat_TN)
+            graph.erase_node(addmm)
+
+
+_PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
+_CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor)
+_OVERLOADS = {aten.reshape: "default", aten.cat: "default", aten.mm: "default", aten.add: "Tensor"}
+
+
+def _addends(node: Node) -> list[Node]:
+    """The leaves of a tree of additions; a partial sum that is used elsewhere too is a leaf."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(one, Node) for one in node.args):
+        return [node]
+    return [leaf for one in node.args for leaf in (_addends(one) if len(one.users) == 1 else [one])]
+
+
+def _is_private_product(node: Node, total: Node) -> bool:
+    """``reshape(mm(a, b))`` in the shape and dtype of ``total``, not used by anything else."""
+    if node.target is not aten.reshape.default or len(node.users) != 1:
+        return False
+    mm = node.args[0]
+    return (mm.target is aten.mm.default and len(mm.users) == 1 and value(node).shape == value(total).shape
+            and value(node).dtype == value(total).dtype)
+
+
+def _call(graph: Graph, packet: Any, *args: Any) -> Node:
+    """A new node with its meta value, which later passes read."""
+    target = getattr(packet, _OVERLOADS[packet])
+    node = graph.call_function(target, args)
+    fake = map_arg(args, value)
+    with next(value(one) for one in node.all_input_nodes).fake_mode:
+        node.meta["val"] = target(*fake)
+    return node

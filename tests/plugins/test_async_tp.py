@@ -1,0 +1,236 @@
+"""Async tensor parallelism: which collectives of our own graphs are fused, and that nothing but speed changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.plugins import inductor_graphs
+from tests.plugins.inductor_graphs import GRAPHS
+from tests.plugins.parity import (
+    EVERYTHING,
+    FULL,
+    SELECTIVE,
+    TP,
+    VOCAB,
+    WHOLE,
+    Case,
+    assert_equal,
+    on_mesh,
+    one_process,
+)
+from tests.plugins.small import COMPILE, FSDP, Built, batch, build, context, loss, spec
+from tests.ranks import run_ranks
+from titanyaml.dist import compat
+from titanyaml.dist.mesh import ParallelDims
+from titanyaml.errors import PipelineError
+from titanyaml.pipeline.resolve import resolve, verify
+
+ASYNC = {"_target_": "titanyaml.plugins.async_tp.AsyncTensorParallel"}
+GRAPH = {**COMPILE, "backend": inductor_graphs.BACKEND}
+TP2, FSDP2_TP2 = ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2)
+BFLOAT16 = {"param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+NO_PRODUCT = "what is scattered is no matrix product of this graph, and no sum of such alone"
+
+
+@pytest.fixture(autouse=True)
+def release_inductor() -> Iterator[None]:
+    yield
+    release()
+
+
+def release() -> None:
+    import torch._inductor.config as config
+
+    config.post_grad_custom_pre_pass = None
+    torch.compiler.reset()
+
+
+def fused(forward: tuple[int, int], backward: tuple[int, int], left: str = "none") -> str:
+    return (f"fused in the compiled graphs, forward + backward: {forward[0]} + {backward[0]} all-gathers, "
+            f"{forward[1]} + {backward[1]} reduce-scatters; left as they are: {left}")
+
+
+def on_fake_ranks(
+    nodes: dict[str, Any], *, sequences: int = 2, model: dict[str, Any] | None = None, hook: Any = None
+) -> Built:
+    """A forward and a backward on rank 0 of two that do not exist: its graphs are those of a real one.
+
+    Args:
+        hook: forward pre-hook of each feed-forward, which acts on what was gathered.
+    """
+    inductor_graphs.register()
+    GRAPHS.clear()
+    sizes = {"vocab_size": VOCAB, "num_layers": 2} | (model or {})
+    built = build({"tp": TP, "async_tp": ASYNC} | nodes, model_spec=spec(**sizes), dims=TP2, mesh=TP2.build("cpu"),
+                  **BFLOAT16)
+    for layer in built.model.layers if hook else ():
+        layer.feed_forward.register_forward_pre_hook(hook)
+    tokens_BS, labels_BS = (part % VOCAB for part in batch(sequences))
+    loss(built.model, tokens_BS, labels_BS).backward()
+    return built
+
+
+@pytest.mark.parametrize(("nodes", "sequences", "model", "forward", "backward", "left"), [
+    ({}, 1, {}, (2, 2), (2, 2), {}),
+    ({}, 2, EVERYTHING, (2, 2), (2, 2), {}),
+    ({"ac": FULL}, 2, {}, (2, 2), (4, 3), {}),
+    # the product before this reduce-scatter was kept by checkpointing, and only the transfer is repeated
+    ({"ac": SELECTIVE}, 2, {}, (2, 2), (4, 2), {("backward", "reduce-scatter"): NO_PRODUCT}),
+], ids=["one sequence", "everything", "full", "selective_op"])
+def test_what_is_fused_in_a_block(nodes, sequences, model, forward, backward, left) -> None:
+    model = {name: value for name, value in model.items() if name != "document_mask"}
+    with compat.fake_process_group(2):
+        built = on_fake_ranks({"compile": GRAPH} | nodes, sequences=sequences, model=model)
+        change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
+    assert len(GRAPHS) == 2, "equal blocks share one graph each way"
+    for graph, (gathers, scatters), side in zip(GRAPHS, (forward, backward), ("forward", "backward"), strict=True):
+        assert graph["fused_all_gather_matmul"] == gathers
+        assert graph["fused_matmul_reduce_scatter"] == scatters
+        assert graph["all_gather_into_tensor"] == 0
+        assert graph["reduce_scatter_tensor"] == sum(where == side for where, _ in left)
+    reasons = [f"1 {kind} {side}: {reason}" for (side, kind), reason in left.items()]
+    assert change.summary == fused(forward, backward, "; ".join(reasons) or "none")
+
+
+def test_only_what_was_asked_for_is_fused() -> None:
+    with compat.fake_process_group(2):
+        built = on_fake_ranks({"compile": GRAPH, "async_tp": {**ASYNC, "operators": ["all_gather"]}})
+        change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
+    assert [graph["fused_all_gather_matmul"] for graph in GRAPHS] == [2, 2]
+    assert [graph["reduce_scatter_tensor"] for graph in GRAPHS] == [2, 2]
+    left = [f"2 reduce-scatters {side}: not in compile.async_tp_ops" for side in ("backward", "forward")]
+    assert change.summary == (
+        f"fused in the compiled graphs, forward + backward: 2 + 2 all-gathers; left as they are: {'; '.join(left)}"
+    )
+
+
+def test_a_check_says_what_will_be_done() -> None:
+    with compat.fake_process_group(2):
+        nodes = {"tp": TP, "async_tp": ASYNC, "compile": {**GRAPH, "backend": "inductor"}}
+        built = build(nodes, model_spec=spec(vocab_size=VOCAB), dims=TP2, mesh=TP2.build("cpu"))
+    assert built.changes["async_tp"].summary == (
+        "all-gathers and reduce-scatters of tp(2) will be fused with matrix products when the blocks are compiled; "
+        "without a GPU this checks function and gains no speed"
+    )
+    assert list(built.changes) == ["tp", "async_tp", "compile"]
+
+
+@pytest.mark.parametrize(("nodes", "hints"), [
+    ({"compile": COMPILE}, ["compile.async_tp_ops=[reduce_scatter] or compile.async_tp=false",
+                            "compile.async_tp_ops=[all_gather] or compile.async_tp=false"]),
+    ({"compile": GRAPH, "tp": WHOLE, "async_tp": {**ASYNC, "operators": ["all_gather"]}}, ["compile.async_tp=false"]),
+], ids=["another backend", "no sequence parallelism"])
+def test_nothing_fused_is_an_error(nodes, hints) -> None:
+    with compat.fake_process_group(2):
+        built = on_fake_ranks(nodes)
+        with pytest.raises(PipelineError) as error:
+            verify(built.model, built.resolved, built.ctx)
+    assert [problem.hint for problem in error.value.problems] == hints
+    assert "was fused (no compiled graph holds one; compile.backend=inductor" in error.value.problems[0].message
+
+
+def test_a_transfer_that_nothing_multiplies_is_told() -> None:
+    """Something stands between the gather and the products: named, not hidden."""
+
+    def scale(module, args):
+        return (args[0] * 2,)
+
+    with compat.fake_process_group(2):
+        built = on_fake_ranks({"compile": GRAPH}, hook=scale)
+        change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
+    assert change.summary == fused((1, 2), (2, 1), (
+        f"1 reduce-scatter backward: {NO_PRODUCT}; "
+        "1 all-gather forward: no matrix product takes the gathered tensor as its left side"
+    ))
+
+
+def trained(rank: int, case: Case, cache: str) -> dict[str, Any]:
+    """What ``on_mesh`` returns; what was fused and left by (side, kind); graphs that came out of Inductor's cache."""
+    from titanyaml.dist.compat_async_tp import fusions
+
+    inductor_graphs.register()
+    environment, before = os.environ.copy(), fusions()
+    hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    try:
+        results = on_mesh(rank, case, {})
+    finally:
+        release()
+        os.environ.clear()
+        os.environ.update(environment)
+    done = fusions() - before
+    hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] - hits
+    return results | {"fused": dict(done.fused), "left": dict(done.left), "hits": hits}
+
+
+def test_losses_and_gradients_equal_one_process(tmp_path) -> None:
+    """float64; both ranks of a tp group and both tp groups of FSDP, biases and full recomputation in the graphs."""
+    nodes = {"tp": TP, "async_tp": ASYNC, "ac": FULL, "compile": GRAPH, "fsdp": FSDP}
+    case = Case(FSDP2_TP2, nodes, 1, EVERYTHING)
+    expected = one_process(case)
+    for rank in run_ranks(trained, 4, case, str(tmp_path)):
+        assert_equal(rank, expected)
+        assert rank["fused"] == {("forward", "all_gather"): 2, ("forward", "reduce_scatter"): 2,
+                                 ("backward", "all_gather"): 4, ("backward", "reduce_scatter"): 3}
+        assert rank["left"] == {}
+
+
+def test_with_inductor_and_from_its_cache(tmp_path) -> None:
+    """What was fused is known too where the graph comes out of the cache and no pass has run."""
+    case = Case(TP2, {"tp": TP, "async_tp": ASYNC, "compile": {**COMPILE, "backend": "inductor"}})
+    expected = one_process(case)
+    for hits in (0, 2):
+        for rank in run_ranks(trained, 2, case, str(tmp_path)):
+            assert_equal(rank, expected)
+            assert rank["fused"] == dict.fromkeys(
+                ((side, kind) for side in ("forward", "backward") for kind in ("all_gather", "reduce_scatter")), 2
+            )
+            assert (rank["left"], rank["hits"]) == ({}, hits)
+
+
+def test_a_sum_that_is_used_elsewhere_stays() -> None:
+    """Its value is needed by itself, so that one product in its place would have to be made besides."""
+    from titanyaml.dist import graph_products
+
+    def scattered_sums(group: str):
+        def body(a, b, c, d):
+            total = (a @ b).view(2, 3, 5) + (c @ d).view(2, 3, 5)
+            return [compat.reduce_scatter(sum, 2, group) for sum in (total, total + (a @ b).view(2, 3, 5))]
+
+        return make_fx(body, tracing_mode="fake")(*(torch.ones(*shape) for shape in ((6, 4), (4, 5), (6, 7), (7, 5))))
+
+    with compat.fake_process_group(2):
+        graph = scattered_sums(TP2.build("cpu").get_group("tp").group_name).graph
+    mm, scatter = torch.ops.aten.mm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default
+    first, second = graph.find_nodes(op="call_function", target=scatter)
+    graph_products.sum_as_one_product(second)
+    assert len(graph.find_nodes(op="call_function", target=mm)) == 3, "a part of the second sum is the first"
+    assert graph_products.scattered(first).target is torch.ops.aten.add.Tensor
+
+
+def test_off_and_refused(monkeypatch) -> None:
+    from titanyaml.dist.compat_async_tp import fuse_collectives
+
+    ctx = context(spec(vocab_size=VOCAB), dims=TP2)
+    assert resolve({"async_tp": {**ASYNC, "enabled": False}}, ctx).off == {"async_tp": "compile.async_tp is false"}
+    unknown = {**ASYNC, "operators": ["all_reduce"]}
+    with pytest.raises(PipelineError) as error:
+        resolve({"tp": TP, "async_tp": unknown, "compile": {**COMPILE, "mode": "auto"}}, ctx)
+    needs, unknown = error.value.problems
+    assert "needs the node 'compile', which is off: compile.mode is auto" in needs.message
+    assert (unknown.key, unknown.allowed) == ("compile.async_tp_ops", "some of all_gather, reduce_scatter")
+    with pytest.raises(PipelineError, match="the node that does it is not on"):
+        resolve({"tp": TP, "compile": {**COMPILE, "async_tp": True}}, ctx)
+    with monkeypatch.context() as patch:
+        patch.delattr("torch._inductor.fx_passes.micro_pipeline_tp.fuse_matmul_reduce_scatter")
+        with pytest.raises(RuntimeError, match="micro_pipeline_tp.fuse_matmul_reduce_scatter"):
+            fuse_collectives("0", ("all_gather",), device_type="cpu")
+    torch._inductor.config.post_grad_custom_pre_pass = lambda graph: None
+    with pytest.raises(RuntimeError, match="already in use"):
+        fuse_collectives("0", ("all_gather",), device_type="cpu")
