@@ -44,3 +44,18 @@ def test_links_between_the_documents_lead_somewhere() -> None:
     for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "experiments" / "README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def documented_runs() -> list[str]:
+    """Second column of the table of published runs."""
+    text = (DOCS / "parallelism.md").read_text(encoding="utf-8").partition("## Published runs")[2].partition("\n## ")[0]
+    return re.findall(r"^\| .+ \| `(.+)` \|$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("typed", documented_runs())
+def test_published_runs_are_accepted(report, typed: str) -> None:
+    assert report("runner=check", "tokenizer=bytes", "tracker=none", *typed.split()).problems == []
+
+
+def test_there_are_published_runs() -> None:
+    assert len(documented_runs()) >= 8
