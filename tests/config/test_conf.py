@@ -21,6 +21,7 @@ EXPERIMENTS = sorted(path.stem for path in (REPO / "experiments").glob("*.yaml")
 
 #: What an option needs beside itself.
 COMPANIONS = {
+    ("ac", "memory_budget"): ["compile=block"],
     ("data", "files"): ["data.paths=[conf]"],
     ("data", "hf"): ["data.dataset=name"],
     ("tokenizer", "hf"): ["tokenizer.path=tokenizer.json"],

@@ -21,6 +21,7 @@ CASES = {
                                "not above low_freq_factor=8"),
     "sequence_fits_model": (["train.seq_len=513"], "is 513, longer than model.max_seq_len=512"),
     "recompute_reaches_a_block": (["ac=selective_layer", "ac.every=5"], "is 5, but the model has 4 blocks"),
+    "budget_needs_the_compiler": (["ac=memory_budget", "compile=none"], "compile.mode=none compiles nothing here"),
     "degrees_are_sizes": (["parallel=single", "parallel.dp_shard=0"], "is 0"),
     "axes_are_built": (["parallel=fsdp2_tp2_pp2"], "pp=2: not built yet"),
     "tensor_ranks_split_something": (["parallel=tp2", "++pipeline.plugins.tp._target_=null"],

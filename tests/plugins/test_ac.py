@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from tests.plugins.small import AC, COMPILE, LAYERS, CountOperators, batch, build, context, loss, spec, step
 from titanyaml.errors import PipelineError
 from titanyaml.pipeline.resolve import resolve, verify
+from titanyaml.plugins.ac import selective_contexts
 
 MODES = ("full", "selective_op", "selective_layer")
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -89,6 +92,38 @@ def test_attention_with_a_document_mask_is_kept_too():
     assert operators.counts[ATTENTION] == 0
 
 
+def test_float8_products_are_counted_like_the_others():
+    scale = torch.ones((), dtype=torch.float32)
+
+    def forward(x):
+        for _ in range(4):
+            a = x.detach().to(torch.float8_e4m3fn)
+            x = x * torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16).sin()
+        return x
+
+    value = checkpoint(forward, torch.ones(16, 16, requires_grad=True), use_reentrant=False,
+                       context_fn=selective_contexts)
+    with CountOperators() as operators:
+        value.sum().backward()
+    assert operators.counts["_scaled_mm"] == 2, "the 2nd and the 4th are kept"
+
+
+def test_flex_attention_is_kept(monkeypatch):
+    # torch refuses its backward pass on a CPU, though the eager one is right
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16, device="cpu", BLOCK_SIZE=16)
+
+    def products(**options):
+        x = torch.ones(1, 1, 16, 8, requires_grad=True)
+        attend = lambda x: flex_attention(x, x * 2, x * 3, block_mask=mask)  # noqa: E731
+        value = checkpoint(attend, x, use_reentrant=False, **options)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            value.sum().backward()
+        return sum(event.count for event in profile.key_averages() if event.key in ("aten::bmm", "aten::mm"))
+
+    assert products() - products(context_fn=selective_contexts) == 2, "queries by keys, weights by values"
+
+
 def test_full_keeps_a_fraction_of_the_activations():
     assert saved_bytes(ac("full")) < saved_bytes(ac("selective_layer")) < saved_bytes({})
     assert saved_bytes(ac("full")) < 0.35 * saved_bytes({})
@@ -131,8 +166,10 @@ def test_selective_layer_takes_every_kth_block_and_lists_the_others():
 def test_none_is_off_and_bad_arguments_are_problems():
     assert build(ac("none")).resolved.off == {"ac": "ac.mode is none"}
     with pytest.raises(PipelineError) as error:
-        resolve(ac("ful", every=0), context(spec()))
-    assert [problem.key for problem in error.value.problems] == ["ac.mode", "ac.every"]
+        resolve(ac("ful", every=0, budget=1.0), context(spec()))
+    assert [problem.key for problem in error.value.problems] == ["ac.mode", "ac.every", "ac.budget"]
+    with pytest.raises(PipelineError, match="nothing is compiled"):
+        resolve(ac("memory_budget"), context(spec()))
 
 
 def test_verify_sees_the_recomputation():

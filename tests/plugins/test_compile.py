@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
@@ -10,8 +11,10 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.runtime import cache_dir_utils
 
 from tests.plugins.small import AC, COMPILE, LAYERS, build, context, spec, step
+from titanyaml.dist import compat
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.pipeline.resolve import resolve, verify
@@ -89,6 +92,48 @@ def test_checkpointing_survives_compilation(counting_backend, ac, products, atte
     assert OPERATORS["backward"]["_scaled_dot_product_flash_attention_for_cpu"] == attention
 
 
+@pytest.fixture
+def budget():
+    yield
+    compat.set_activation_memory_budget(1.0)
+
+
+def test_a_memory_budget_recomputes_more_the_less_it_allows(counting_backend, budget):
+    plain, plain_grads = step(build({}).model)
+    products = []
+    for share in (0.9, 0.4, 0.0):
+        torch._dynamo.reset()
+        for counter in OPERATORS.values():
+            counter.clear()
+        pipeline = nodes("block", backend=counting_backend)
+        built = build({**pipeline, "ac": {**AC, "mode": "memory_budget", "budget": share}})
+        value, grads = step(built.model)
+        assert value.item() == pytest.approx(plain.item(), rel=1e-14)
+        assert relative(grads, plain_grads) < 1e-13
+        assert f"a budget of {share:g}" in dict(verify(built.model, built.resolved, built.ctx))["ac"].summary
+        products.append(OPERATORS["backward"]["mm"] - 2 * 7)
+    assert products == sorted(products) and products[0] == 0 and products[-1] >= 6
+    compat.set_activation_memory_budget(0.5)
+    with pytest.raises(PipelineError, match="another budget"):
+        verify(built.model, built.resolved, built.ctx)
+
+
+def test_compiled_kernels_are_kept_where_told(monkeypatch, tmp_path):
+    def summary(folder, backend="inductor"):
+        pipeline = nodes("block", backend=backend)
+        pipeline["compile"]["cache_dir"] = str(folder)
+        return build(pipeline).changes["compile"].summary
+
+    monkeypatch.setenv(compat.CACHE_VARIABLE, str(tmp_path / "mine"))  # restored afterwards
+    assert summary(tmp_path / "theirs").endswith(f"; cold cache {tmp_path / 'mine'}"), "the environment goes first"
+    monkeypatch.delenv(compat.CACHE_VARIABLE)
+    assert summary(tmp_path / "x", backend="aot_eager").endswith("in the first step")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "kernel").touch()
+    assert summary(tmp_path / "x").endswith(f"; warm cache {tmp_path / 'x'}")
+    assert cache_dir_utils.cache_dir() == os.environ[compat.CACHE_VARIABLE] == str(tmp_path / "x")
+
+
 def test_names_stay_and_the_change_names_the_blocks():
     built = build(nodes("block"))
     assert list(built.model.state_dict()) == list(build({}).model.state_dict())
@@ -157,7 +202,7 @@ def test_more_shapes_than_the_recompile_limit_raise():
     with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
         for length in (4, 5):
             built.model(torch.zeros(1, length, dtype=torch.int64))
-        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        with pytest.raises(PipelineError, match=r"TransformerBlock.forward \(.*decoder\.py:\d+\) .* more than 2 "):
             built.model(torch.zeros(1, 6, dtype=torch.int64))
 
 

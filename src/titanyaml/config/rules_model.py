@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from titanyaml import machine
 from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
 from titanyaml.errors import Problem
 
@@ -63,3 +64,14 @@ def recompute_reaches_a_block(c: Any) -> Problem | None:
         return None
     return Problem("ac.every", f"is {c.ac.every}, but the model has {c.model.num_layers} blocks: none is recomputed",
                    allowed=f"1 .. {c.model.num_layers}", hint=f"ac.every={c.model.num_layers} or ac=none")
+
+
+@rule("ac.mode", "compile.mode")
+def budget_needs_the_compiler(c: Any) -> Problem | None:
+    """compile=auto compiles on a GPU only."""
+    compiles = c.compile.mode in ("block", "model") or (c.compile.mode == "auto" and bool(machine.gpus()))
+    if c.ac.mode != "memory_budget" or compiles:
+        return None
+    return Problem("ac.mode", f"is memory_budget, which the compiler keeps, but compile.mode={c.compile.mode} compiles "
+                   "nothing here", allowed="memory_budget with compile=block or compile=model",
+                   hint="compile=block or ac=selective_op")

@@ -25,9 +25,15 @@ class ActivationCheckpointing(PluginNode):
     """Recompute activations in the backward pass."""
 
     _target_: str | None = key("titanyaml.plugins.ac.ActivationCheckpointing", "class of the transform")
-    mode: str = key("none", "what is recomputed", choices=["none", "full", "selective_op", "selective_layer"])
+    mode: str = key(
+        "none", "what is recomputed", choices=["none", "full", "selective_op", "selective_layer", "memory_budget"]
+    )
     every: int = key(2, "selective_layer: one block in this many is recomputed", low=1,
                      when=("mode", ["selective_layer"]))
+    budget: float = key(
+        0.8, "memory_budget: activations that a compiled graph keeps, as a share of all; the rest is recomputed",
+        low=0, below=1, when=("mode", ["memory_budget"]),
+    )
 
 
 @dataclass
@@ -44,6 +50,11 @@ class Compile(PluginNode):
         "what is overlapped: the gather before a product, the reduce-scatter behind one",
         choices=["all_gather", "reduce_scatter"],
         when=("async_tp", [True]),
+    )
+    cache_dir: str = key(
+        "${oc.env:TITANYAML_CACHE,.cache/titanyaml}/compile",
+        "folder of compiled kernels, kept between runs; TORCHINDUCTOR_CACHE_DIR in the environment goes first",
+        when=("mode", ["auto", "block", "model"]),
     )
 
 

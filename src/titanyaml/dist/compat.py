@@ -7,17 +7,22 @@ Checked with torch 2.11 to 2.13. A name that a release took away gets a public, 
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+
+#: Where inductor keeps what it builds.
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -122,6 +127,57 @@ def guard_module_hooks() -> None:
 
     if hasattr(config, "skip_nnmodule_hook_guards"):
         config.skip_nnmodule_hook_guards = False
+
+
+def keep_compiled_in(folder: Path) -> Path:
+    """Have inductor keep what it builds in ``folder``, unless ``TORCHINDUCTOR_CACHE_DIR`` names another one.
+
+    Inductor writes its own default into that variable when it is imported, so that being set says nothing.
+
+    Returns:
+        The folder in force.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
+        os.environ[CACHE_VARIABLE] = str(folder)
+    return Path(os.environ[CACHE_VARIABLE])
+
+
+def compile_whole(module: nn.Module, *, backend: str, on_limit: Callable[[int], NoReturn]) -> None:
+    """``module.compile`` into one static graph; ``on_limit(limit)`` is called when too many shapes have come.
+
+    What torch raises then names neither the module nor its code.
+    """
+    module.compile(backend=backend, fullgraph=True, dynamic=False)
+    compiled = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo import config, exc
+
+        try:
+            return compiled(*args, **kwargs)
+        except exc.FailOnRecompileLimitHit:
+            on_limit(config.recompile_limit)
+
+    module._compiled_call_impl = call
+
+
+def set_activation_memory_budget(share: float) -> None:
+    """Let graphs compiled from now on keep this share of the activations that they would keep without recomputation.
+
+    torch has no public name for it. A process-wide setting: one model a process.
+    """
+    import torch._functorch.config as config
+
+    config.activation_memory_budget = share
+
+
+def activation_memory_budget() -> float:
+    """The share in force; 1: no budget."""
+    import torch._functorch.config as config
+
+    return config.activation_memory_budget
 
 
 def mend_saved_rng_states() -> None:

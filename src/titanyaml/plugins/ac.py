@@ -10,30 +10,41 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention  # noqa: F401 - registers its operator
+import torch.nn.attention.varlen  # noqa: F401 - the same
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titanyaml.dist import compat
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.pipeline.protocol import Change, Context, some
 
-MODES = ("none", "full", "selective_op", "selective_layer")
+MODES = ("none", "full", "selective_op", "selective_layer", "memory_budget")
 
 
-def _operators(*names: str) -> frozenset:
-    """The aten operators of these names that this torch has."""
-    packets = [getattr(torch.ops.aten, name, None) for name in names]
-    return frozenset(packet.default for packet in packets if packet is not None)
+def _operators(space: Any, *names: str) -> frozenset:
+    """The operators of these names that this torch has in a namespace of ``torch.ops``."""
+    packets = [getattr(space, name, None) for name in names]
+    return frozenset(getattr(packet, "default", packet) for packet in packets if packet is not None)
 
 
 #: Fused attention of every backend, CPU included: cheap to keep, dear to repeat.
 ATTENTION = _operators(
+    torch.ops.aten,
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
     "_scaled_dot_product_flash_attention_for_cpu",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+) | _operators(torch.ops.higher_order, "flex_attention") | _operators(torch.ops.torch_attn, "_varlen_attn")
+#: Products of two matrices: bfloat16, float8 (both generations of the operator), and of one matrix per expert.
+MATMULS = _operators(
+    torch.ops.aten, "mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
+    "_scaled_grouped_mm_v2",
 )
-MATMULS = _operators("mm", "addmm", "_scaled_mm")
 
 
 class ActivationCheckpointing:
@@ -45,15 +56,19 @@ class ActivationCheckpointing:
             execution; the rest, attention that is not a fused operator included, is recomputed. In a block of
             q, k, v, o, gate, up, down that keeps k, o and up: an odd count would keep the down projection, whose
             output no gradient needs. ``selective_layer``: as ``full``, for blocks 0, every, 2*every, ...
+            ``memory_budget``: torch.compile's partitioner chooses, in each compiled graph, what costs the least to
+            recompute such that what is kept fits into the budget.
         every: for ``selective_layer``.
+        budget: for ``memory_budget``, kept bytes as a share of what the graph would keep without recomputation; 0 is
+            as ``full``.
 
     Random numbers drawn inside a block (dropout, noise) are the same when it is recomputed.
     """
 
     stage = "ac"
 
-    def __init__(self, *, mode: str, every: int = 2) -> None:
-        self.mode, self.every = mode, every
+    def __init__(self, *, mode: str, every: int = 2, budget: float = 0.8) -> None:
+        self.mode, self.every, self.budget = mode, every, budget
         self.wrapped: dict[str, Checkpointed] = {}
 
     def reason_off(self, ctx: Context) -> str:
@@ -61,16 +76,27 @@ class ActivationCheckpointing:
         return "ac.mode is none" if self.mode == "none" else ""
 
     def check(self, ctx: Context) -> list[Problem]:
-        """Mode and period are legal."""
+        """Mode, period and budget are legal; a budget is kept by the compiler."""
         problems = []
         if self.mode not in MODES:
             problems.append(Problem("ac.mode", f"is {self.mode!r}", allowed=", ".join(MODES)))
         if self.every < 1:
             problems.append(Problem("ac.every", f"is {self.every}", allowed="1 or more"))
+        if not 0 <= self.budget < 1:
+            problems.append(Problem("ac.budget", f"is {self.budget}", allowed="0 or more, below 1"))
+        if self.mode == "memory_budget" and "compile" not in ctx.active:
+            problems.append(Problem(
+                "ac.mode", "is 'memory_budget', which the compiler keeps, but nothing is compiled",
+                hint="compile=block or ac=selective_op",
+            ))
         return problems
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
-        """Replace the chosen blocks' forward."""
+        """Replace the chosen blocks' forward, or tell the compiler its budget."""
+        if self.mode == "memory_budget":
+            compat.set_activation_memory_budget(self.budget)
+            summary = f"memory_budget: each compiled graph may keep {self.budget:.0%} of its activations"
+            return model, Change(summary, list(ctx.facts.blocks))
         period = self.every if self.mode == "selective_layer" else 1
         chosen = ctx.facts.blocks[::period]
         contexts = selective_contexts if self.mode == "selective_op" else None
@@ -91,8 +117,11 @@ class ActivationCheckpointing:
         In a compiled block the recomputation is part of the graph and cannot be counted here.
 
         Raises:
-            PipelineError: a block never ran again: its forward was replaced by another plugin.
+            PipelineError: a block never ran again: its forward was replaced by another plugin. Or something changed
+                the compiler's budget.
         """
+        if self.mode == "memory_budget":
+            return self._verify_budget(ctx)
         again = [name for name, forward in self.wrapped.items() if forward.runs > forward.calls]
         idle = [name for name in self.wrapped if name not in again]
         traced = [name for name in idle if "compile" in ctx.active and not self.wrapped[name].calls]
@@ -106,6 +135,18 @@ class ActivationCheckpointing:
         if traced:
             seen.append(f"{len(traced)} compiled blocks recompute inside their graphs, where it is not counted")
         return Change(", ".join(seen), again, dict.fromkeys(traced, reason))
+
+
+    def _verify_budget(self, ctx: Context) -> Change:
+        now = compat.activation_memory_budget()
+        if now != self.budget:
+            raise PipelineError(
+                f"asked for, but the compiler was given another budget since ({now:g})", key="ac.budget",
+                hint=f"ac.budget={now:g}, or find the plugin that changed it",
+            )
+        reason = "compiled: the partitioner recomputes inside the graph, where it is not counted"
+        summary = f"graphs were compiled under a budget of {self.budget:g}"
+        return Change(summary, [], dict.fromkeys(ctx.facts.blocks, reason))
 
 
 class Checkpointed:

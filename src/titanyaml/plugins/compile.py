@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -25,14 +29,17 @@ class Compile:
         backend: torch.compile backend.
         async_tp, async_tp_ops: keys of the same group that the node ``async_tp`` acts on; here it is only seen to that
             this node is on when they ask for it.
+        cache_dir: folder in which inductor keeps compiled kernels for the next run; None: torch's own, under /tmp. A
+            folder that ``TORCHINDUCTOR_CACHE_DIR`` names already goes first.
     """
 
     stage = "compile"
 
     def __init__(
-        self, *, mode: str = "auto", backend: str = "inductor", async_tp: bool = False, async_tp_ops: Sequence[str] = ()
+        self, *, mode: str = "auto", backend: str = "inductor", async_tp: bool = False,
+        async_tp_ops: Sequence[str] = (), cache_dir: str | None = None,
     ) -> None:
-        self.mode, self.backend, self.async_tp = mode, backend, async_tp
+        self.mode, self.backend, self.async_tp, self.cache_dir = mode, backend, async_tp, cache_dir
         self.earlier = compat.CompileCounts()
 
     def reason_off(self, ctx: Context) -> str:
@@ -68,10 +75,19 @@ class Compile:
         compat.guard_module_hooks()  # another plugin may hook a single block
         compat.mend_saved_rng_states()  # another plugin may have made DTensors of the parameters
         names = ["*"] if self.mode == "model" else list(ctx.facts.blocks)
-        for module in [model] if self.mode == "model" else map(model.get_submodule, names):
-            module.compile(backend=self.backend, fullgraph=True, dynamic=False)
+        for name in names:
+            module = model if name == "*" else model.get_submodule(name)
+            compat.compile_whole(module, backend=self.backend, on_limit=functools.partial(_limit_reached, module))
         what = "the whole model" if self.mode == "model" else f"each of {len(names)} blocks"
-        return model, Change(f"{what} will be compiled by {self.backend} in the first step", names)
+        return model, Change(f"{what} will be compiled by {self.backend} in the first step{self._keep_cache()}", names)
+
+    def _keep_cache(self) -> str:
+        """Point inductor at the folder; what to say of it. Ranks of one machine share it: inductor locks its files."""
+        if self.backend != "inductor" or self.cache_dir is None:
+            return ""
+        folder = compat.keep_compiled_in(Path(self.cache_dir).expanduser().absolute())
+        state = "warm" if folder.is_dir() and any(folder.iterdir()) else "cold"
+        return f"; {state} cache {folder}"
 
     def verify(self, model: nn.Module, ctx: Context) -> Change:
         """Something was compiled and nothing broke. One model a process: the graphs of an equal one would be reused.
@@ -88,3 +104,13 @@ class Compile:
         if counts.breaks:
             raise PipelineError([Problem("compile.mode", f"the graph broke: {why}") for why in counts.breaks])
         return Change(f"{counts.graphs} graph{'s' * (counts.graphs > 1)} compiled, 0 graph breaks", ["*"])
+
+
+def _limit_reached(module: nn.Module, limit: int) -> NoReturn:
+    kind = type(module)
+    where = f"{inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind.forward)[1]}"
+    raise PipelineError(
+        f"{kind.__name__}.forward ({where}) was to be compiled for more than {limit} different inputs, of which the "
+        "warning above names the last difference", key="compile.mode",
+        hint="find what changes from step to step (shapes, dtypes, hooks), or compile.mode=none",
+    )
