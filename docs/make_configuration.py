@@ -11,6 +11,7 @@ PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- keys: written by docs/make_configuration.py -->\n", "<!-- end of keys -->\n"
 
 _KINDS = {int: "integer", float: "number", bool: "true, false", str: "text", list[str]: "list of texts",
+          list[int]: "list of integers",
           list[schema.ParamGroup]: "list of sections", dict: "mapping"}
 _BOUNDS = (("low", ">="), ("above", ">"), ("high", "<="), ("below", "<"))
 

@@ -17,6 +17,7 @@ FLOORS = {
     "tokenizer": 3, "kernels": 3,
     "data": 4, "models": 4, "optim": 4, "loss": 4, "hardware": 4,
     "pipeline": 5,
+    "ceilings": 6,
     "plugins": 6, "checkpoint": 6, "tracker": 6,
     "planner": 7,
     "runner": 8,

@@ -61,6 +61,14 @@ def memory_stats(device: torch.device | str) -> dict[str, float]:
     return {"reserved_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
 
 
+def forget_peaks(device: torch.device | str) -> None:
+    """Free the allocator's unused memory and start its peaks anew; a CPU process keeps its own."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def synchronize(device: torch.device | str) -> None:
     """Wait until the device has done all that was asked of it; a CPU has."""
     device = torch.device(device)

@@ -55,12 +55,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processor() -> str:
+    """What the CPU calls itself, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(errors="replace") if info.is_file() else ""
+    named = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
 def describe() -> dict[str, Any]:
     """Versions, git state of the working directory, devices and the variables that change what a run does."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),
+        "processor": processor(),
         "cores": cores(),
         "gpus": gpus(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},

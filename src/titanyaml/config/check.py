@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
@@ -146,7 +146,7 @@ class _Walk:
             if not isinstance(value, dict):
                 return self.refuse(path, f"is {value!r}", allowed="a mapping of names to values")
             return _Both(self.free(value, node[key.name], path), value)
-        if key.kind in (list[str], list[schema.ParamGroup]):
+        if get_origin(key.kind) is list:
             return self.items(key, value, node, path)
         converted = to_kind(key.kind, value)
         if converted is BAD:
@@ -161,8 +161,8 @@ class _Walk:
         results = []
         for index, item in enumerate(value):
             where = f"{path}[{index}]"
-            if key.kind == list[str]:
-                one = Key(str(index), str, False, None, {"choices": key.rules.get("choices")})
+            if key.kind in (list[str], list[int]):
+                one = Key(str(index), *get_args(key.kind), False, None, {"choices": key.rules.get("choices")})
                 done = self.resolve(item, inner, index, where) if "${" in str(item) else item
                 results.append(done if done is BAD else self.convert(one, done, node, where))
             elif isinstance(item, dict):

@@ -15,6 +15,7 @@ from titanyaml.config import (
     rules_context,
     rules_data,
     rules_loop,
+    rules_measure,
     rules_mesh,
     rules_model,
     rules_tensor,
@@ -25,7 +26,7 @@ from titanyaml.errors import Problem
 
 RULES: tuple[Rule, ...] = (
     *rules_model.RULES, *rules_mesh.RULES, *rules_tensor.RULES, *rules_async_tp.RULES, *rules_context.RULES,
-    *rules_loop.RULES, *rules_data.RULES,
+    *rules_loop.RULES, *rules_measure.RULES, *rules_data.RULES,
 )
 
 

@@ -148,7 +148,7 @@ def num_parameters(model: Any) -> int:
 def state_fits_memory(c: Any) -> Problem | None:
     """A lower bound: master weights, their gradients and the two moments; activations come on top."""
     fixed, derived = fixed_product(c.parallel)
-    if c.hardware.memory_gib is None or c.runner.name not in ("train", "check") or fixed < 1:
+    if c.hardware.memory_gib is None or c.runner.name not in ("train", "check", "bench") or fixed < 1:
         return None
     ranks = world_size(c) if derived else fixed
     if ranks is None or derived == "dp_replicate" or ranks % fixed:

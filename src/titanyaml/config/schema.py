@@ -11,6 +11,7 @@ from typing import Any
 from titanyaml.config.keys import MAX_RANKS, MISSING, key
 from titanyaml.config.schema_data import Data as Data
 from titanyaml.config.schema_data import Tokenizer as Tokenizer
+from titanyaml.config.schema_measure import Profile as Profile
 from titanyaml.config.schema_model import Model as Model
 from titanyaml.config.schema_model import RopeScaling as RopeScaling
 from titanyaml.config.schema_parallel import Parallel as Parallel
@@ -161,7 +162,9 @@ class Sweep:
 class Runner:
     """What is done with the configuration."""
 
-    name: str = key(MISSING, "check, train, eval or sample", choices=["check", "train", "eval", "sample"])
+    name: str = key(
+        MISSING, "check, train, bench, eval or sample", choices=["check", "train", "bench", "eval", "sample"]
+    )
     _target_: str = key(MISSING, "function that does it")
     checkpoint: str | None = key(
         None, "run folder or checkpoint folder that is read", when=("name", ["eval", "sample"])
@@ -170,6 +173,14 @@ class Runner:
     max_new_tokens: int = key(128, "tokens to write", low=1, when=("name", ["sample"]))
     temperature: float = key(0.8, "0: the most likely token", low=0, when=("name", ["sample"]))
     top_k: int | None = key(50, "draw among this many; null: all", low=1, when=("name", ["sample"]))
+    skipped_steps: int = key(5, "steps before the first measured one: warm-up, compilation", low=1,
+                            when=("name", ["bench"]))
+    measured_steps: int = key(10, "steps whose median counts", low=2, when=("name", ["bench"]))
+    profiled_steps: int = key(2, "steps after these under the profiler, for the kernel breakdown; 0: none", low=0,
+                              when=("name", ["bench"]))
+    entity: str = key("local", "who measures: last part of the report's file name", when=("name", ["bench"]))
+    interconnect: str | None = key(None, "what links the devices, as the report shall say it", when=("name", ["bench"]))
+    notes: str | None = key(None, "what else helps to reproduce the figures, for the report", when=("name", ["bench"]))
 
 
 @dataclass
@@ -191,6 +202,7 @@ class Config:
     validation: Validation = key(Validation, "held-out loss")
     checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
     tracker: Tracker = key(Tracker, "experiment tracking")
+    profile: Profile = key(Profile, "traces and memory snapshots")
     hardware: Hardware = key(Hardware, "the device")
     launch: Launch = key(Launch, "starting ranks")
     sweep: Sweep = key(Sweep, "multirun")

@@ -100,6 +100,29 @@ def reduce_scatter(tensor: Tensor, size: int, group_name: str) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(pending)
 
 
+def scaled_mm(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor) -> Tensor:
+    """``left @ right`` of float8 matrices (row-major, column-major) in bfloat16, with fast accumulation.
+
+    Scales are float32: 0-dim each, or one a row of ``left`` [M, 1] and one a column of ``right`` [1, N].
+    """
+    return torch._scaled_mm(
+        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def record_memory_history(max_entries: int | None) -> None:
+    """Start to record CUDA allocations and frees, the newest ``max_entries`` of them; None: stop and forget."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write what was recorded, for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
 @dataclass(frozen=True)
 class CompileCounts:
     """What torch.compile has done in this process: graphs built, and why a graph broke with how often."""

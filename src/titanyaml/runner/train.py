@@ -20,6 +20,7 @@ from titanyaml.rundir import RunDir
 from titanyaml.runner import report, setup
 from titanyaml.runner.evaluate import mean_loss
 from titanyaml.runner.meter import Meter
+from titanyaml.runner.profiler import Profiler
 from titanyaml.runner.step import TrainStep, valid_tokens
 
 
@@ -78,6 +79,7 @@ class Trainer:
         )
         self.data_state = self.batches.state()
         self.meter = Meter(config, self.built.context, env, global_batch=self.global_batch)
+        self.profiler = Profiler(config.profile, run, env)
         self.trackers: tracker.Trackers | None = None
         if env.is_main:
             report.start(config, run, env, self.built, train_data, global_batch=self.global_batch,
@@ -90,9 +92,10 @@ class Trainer:
         gc.disable()  # collections at the same step on all ranks: one rank's pause is everybody's
         first = self.step + 1
         while self.step < self.config.train.steps:
-            self._one_step()
+            self.one_step()
             if self.step == first:
-                self._after_first_step()
+                self.after_first_step()
+            self.profiler.step(self.step)
             if self.step % self.config.train.gc_every == 0:
                 gc.collect()
         if not self.last and self.validation_data is not None:
@@ -107,14 +110,14 @@ class Trainer:
             report.finish(self.run, result, saved=self.config.checkpoint.enabled)
         return result
 
-    def _after_first_step(self) -> None:
+    def after_first_step(self) -> None:
         """What can be known only now: whether compilation and recomputation really happened; then short time-outs."""
         verified = pipeline.verify(self.built.model, self.built.resolved, self.built.context)
         if self.env.is_main:
             report.verified(self.run, verified)
         set_timeout(self.config.launch.step_timeout_s)
 
-    def _one_step(self) -> None:
+    def one_step(self) -> None:
         """Fetch, train, and whatever falls due at this step."""
         config = self.config
         with self.meter.waiting_for_data():
@@ -206,6 +209,7 @@ class Trainer:
 
     def close(self) -> None:
         """Stop threads; safe to call after a failure anywhere."""
+        self.profiler.close()
         self._close_trackers("failed")
         self.batches.close()
         gc.enable()

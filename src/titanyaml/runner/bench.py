@@ -1,0 +1,157 @@
+"""Measure the training step (``runner=bench``): what is measured is what ``runner=train`` runs.
+
+First the ceilings of this device at the model's exact shapes, then the first steps of the configured run: warm-up,
+measured steps, and a short window under the profiler, which the measured steps never see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import logging
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import profile
+
+from titanyaml import ceilings, hardware, machine
+from titanyaml.config import dump
+from titanyaml.config.schema import Config
+from titanyaml.data.loader import accumulation
+from titanyaml.dist.env import Env
+from titanyaml.dist.mesh import ParallelDims
+from titanyaml.models import decoder
+from titanyaml.pipeline.protocol import dtype_name
+from titanyaml.rundir import RunDir, atomic_write, utc_now
+from titanyaml.runner import bench_report, setup
+from titanyaml.runner.breakdown import breakdown
+from titanyaml.runner.profiler import activities
+from titanyaml.runner.train import Trainer
+
+if TYPE_CHECKING:
+    from titanyaml.ceilings import Ceilings
+
+log = logging.getLogger("titanyaml")
+
+
+def bench(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
+    """Measure; write ``bench.json`` and the report ``<model>_<hardware>_<yyyymm>_<entity>.md``.
+
+    Returns:
+        ``metric`` = ``tps``: tokens per second per device, by the median step; ``step_s``, ``mfu``,
+        ``fraction_of_floor``.
+    """
+    measured = measure_ceilings(config, env)
+    every_step = dataclasses.replace(config, train=dataclasses.replace(config.train, log_every=1))
+    trainer = Trainer(every_step, run, env)
+    gc.collect()
+    gc.disable()
+    try:
+        records = [_step(trainer) for _ in range(config.runner.skipped_steps + config.runner.measured_steps)]
+        kernels = _kernels(trainer, env)
+        result = summary(config, env, trainer, records[config.runner.skipped_steps :], measured)
+    finally:
+        trainer.close()
+    result |= {"kernels": kernels, "ceilings": measured.record(), "environment": environment(env)}
+    if env.is_main:
+        atomic_write(run.path / "bench.json", json.dumps(result, indent=1) + "\n")
+        report = run.path / bench_report.file_name(result, entity=config.runner.entity)
+        atomic_write(report, bench_report.text(config, run, result))
+        _tell(result, report)
+    short = {name: result[name] for name in ("tps", "step_s", "mfu", "fraction_of_floor")}
+    return {"metric": result["tps"], "step": trainer.step, **{k: v for k, v in short.items() if v is not None}}
+
+
+def measure_ceilings(config: Config, env: Env) -> Ceilings:
+    """What this device can do at the shapes of one rank's work; every rank measures, since all would wait anyway."""
+    dims = ParallelDims.resolve(config.parallel, env.world_size)
+    model = decoder.build(config.model)
+    work = ceilings.work_of(
+        model, model.facts, dims, seq_len=config.train.seq_len, local_batch=config.train.local_batch,
+        accumulation=accumulation(global_batch=setup.global_batch(config, dims), local_batch=config.train.local_batch,
+                                  data_degree=dims.data_degree),
+    )
+    measured = ceilings.measure(work, device=env.device, dtype=setup.compute_dtype(config, env.device))
+    if env.is_main:
+        for precision in measured.precisions:
+            if floor := measured.floor(precision):
+                log.info("floor of a step, linear layers in %s: %.1f ms", precision, 1e3 * floor["step"])
+    return measured
+
+
+def _step(trainer: Trainer) -> dict[str, Any]:
+    """One step as training takes it, and its record."""
+    trainer.one_step()
+    if trainer.step == 1:
+        trainer.after_first_step()
+    return trainer.last
+
+
+def _kernels(trainer: Trainer, env: Env) -> dict[str, Any] | None:
+    steps = trainer.config.runner.profiled_steps
+    if not steps:
+        return None
+    with profile(activities=activities(env.device)) as trace:
+        wall_s = sum(_step(trainer)["step_s"] for _ in range(steps))
+    return breakdown(trace, steps=steps, wall_s=wall_s, device=env.device)
+
+
+def summary(
+    config: Config, env: Env, trainer: Trainer, records: list[dict[str, Any]], measured: Ceilings
+) -> dict[str, Any]:
+    """The figures of the measured steps; what is unknown is None.
+
+    ``tps`` = tokens of a step / median seconds of a step / devices. ``tps_spread`` = (largest - smallest step time) /
+    median. ``mfu`` = tps * FLOPs per token / peak. ``fraction_of_floor`` = floor / median seconds of a step.
+    """
+    times = [record["step_s"] for record in records]
+    step_s, meter = statistics.median(times), trainer.meter
+    tps = meter.tokens_per_step / step_s / env.world_size
+    tflops = tps * meter.flops_per_token / 1e12
+    precision, quantised = _precision(trainer)
+    floor = measured.floor(precision, quantised=quantised)
+    return {
+        "model": config.model.name, "hardware": _hardware(config, env), "date": utc_now(),
+        "config_hash": dump.dataclass_hash(config), "devices": env.world_size, "precision": precision,
+        "parameters": trainer.built.context.facts.num_params, "mesh": dataclasses.asdict(trainer.built.context.dims),
+        "tps": tps, "tps_spread": (max(times) - min(times)) / step_s, "step_s": step_s, "steps_s": times,
+        "tokens_per_step": meter.tokens_per_step, "flops_per_token": meter.flops_per_token, "tflops": tflops,
+        "peak_tflops": meter.peak_tflops, "mfu": tflops / meter.peak_tflops if meter.peak_tflops else None,
+        "floor_ms": floor and {part: 1e3 * s for part, s in floor.items()},
+        "fraction_of_floor": floor["step"] / step_s if floor else None,
+        "data_wait_s": statistics.median(record["data_wait_s"] for record in records),
+        "mem_reserved_gib": records[-1].get("mem_reserved_gib"), "mem_active_gib": records[-1].get("mem_active_gib"),
+        "loss": records[-1]["loss"],
+    }
+
+
+def _precision(trainer: Trainer) -> tuple[str, list[str] | None]:
+    """In which the blocks' linear layers multiply, and which of them where that is not all."""
+    change = dict(trainer.built.changes).get("quant")
+    if change is None:
+        return dtype_name(trainer.built.context.compute_dtype), None
+    return trainer.config.pipeline.plugins["quant"]["recipe"], change.modules
+
+
+def _hardware(config: Config, env: Env) -> str:
+    """The option of conf/hardware, else the driver's name as a part of a file name."""
+    if config.hardware.name != "auto":
+        return config.hardware.name
+    return hardware.detect(env.device) or torch.cuda.get_device_name(env.device).lower().replace(" ", "-")
+
+
+def environment(env: Env) -> dict[str, Any]:
+    """``machine.describe`` and what only torch knows."""
+    found = machine.describe()
+    name = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else found["processor"]
+    return found | {"device": name, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+
+
+def _tell(result: dict[str, Any], report: Any) -> None:
+    share = "" if result["fraction_of_floor"] is None else f", {result['fraction_of_floor']:.1%} of the floor"
+    mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"
+    log.info("%s tokens/s per device (%.1f ms a step, spread %.1f %%)%s%s", f"{result['tps']:,.0f}",
+             1e3 * result["step_s"], 100 * result["tps_spread"], mfu, share)
+    log.info("report: %s", report)

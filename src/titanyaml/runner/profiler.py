@@ -1,0 +1,103 @@
+"""Traces and memory snapshots of a run's steps, on a schedule (``profile=trace|memory|both``).
+
+Files: ``<run>/profile/trace-step-<last step>-rank-<rank>.json.gz`` and ``memory-step-...-rank-<rank>.pickle``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
+
+from titanyaml.config import schema
+from titanyaml.dist import compat
+from titanyaml.dist.env import Env
+from titanyaml.rundir import RunDir
+
+log = logging.getLogger("titanyaml")
+
+
+class Profiler:
+    """Told of every finished step; does nothing on a rank that is not to record.
+
+    Args:
+        spec: kind and schedule. run: receives the files under ``profile/``.
+    """
+
+    def __init__(self, spec: schema.Profile, run: RunDir, env: Env) -> None:
+        self.run, self.env, self.now = run, env, 0
+        on = env.rank in spec.ranks
+        plan = schedule(wait=spec.wait, warmup=spec.warmup, active=spec.active, repeat=spec.repeat)
+        self.trace: profile | None = None
+        self.memory: _MemoryHistory | None = None
+        if on and spec.kind in ("trace", "both"):
+            self.trace = profile(
+                activities=activities(env.device), schedule=plan, record_shapes=spec.shapes, with_stack=spec.stacks,
+                on_trace_ready=lambda trace: trace.export_chrome_trace(str(self._file("trace", "json.gz"))),
+            )
+            self.trace.start()
+        if on and spec.kind in ("memory", "both"):
+            self.memory = _MemoryHistory(
+                plan, max_entries=spec.max_allocations,
+                dump=lambda: compat.dump_memory_snapshot(self._file("memory", "pickle")),
+            )
+
+    def step(self, step: int) -> None:
+        """Step ``step`` of the run is done."""
+        self.now = step
+        if self.trace is not None:
+            self.trace.step()
+        if self.memory is not None:
+            self.memory.step()
+
+    def close(self) -> None:
+        """Write what a window that is still open holds, an out-of-memory error's history included."""
+        trace, memory, self.trace, self.memory = self.trace, self.memory, None, None
+        if trace is not None:
+            trace.stop()
+        if memory is not None:
+            memory.stop()
+
+    def _file(self, kind: str, suffix: str) -> Path:
+        path = self.run.path / "profile" / f"{kind}-step-{self.now:08d}-rank-{self.env.rank}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log.info("profile: %s", path)
+        self.run.event("profile", str(path.relative_to(self.run.path)), rank=self.env.rank, step=self.now)
+        return path
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """What a trace records: the host's operators and, on a GPU, its kernels."""
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+
+
+class _MemoryHistory:
+    """The allocator's history under the schedule of a trace. ``plan`` maps the steps begun before to what is due."""
+
+    def __init__(self, plan: Callable[[int], ProfilerAction], *, max_entries: int, dump: Callable[[], None]) -> None:
+        self.plan, self.max_entries, self.dump = plan, max_entries, dump
+        self.steps, self.recording = 0, False
+        self._begin()
+
+    def _begin(self) -> None:
+        due = self.plan(self.steps) in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+        if due and not self.recording:
+            compat.record_memory_history(self.max_entries)
+            self.recording = True
+
+    def step(self) -> None:
+        """A step is done."""
+        if self.plan(self.steps) == ProfilerAction.RECORD_AND_SAVE:
+            self.stop()
+        self.steps += 1
+        self._begin()
+
+    def stop(self) -> None:
+        """Write and forget what was recorded, if anything was."""
+        if self.recording:
+            self.dump()
+            compat.record_memory_history(None)
+            self.recording = False

@@ -1,0 +1,66 @@
+"""Kernels by class."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from titanyaml.runner import breakdown as module
+from titanyaml.runner.breakdown import breakdown, classify
+
+KERNELS = {
+    "gemm": ["nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "aten::mm",
+             "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>", "aten::addmm",
+             "aten::_scaled_mm", "triton_tem_fused_mm_5", "aten::_grouped_mm"],
+    "attention": ["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7",
+                  "triton_tem_fused_flex_attention_0",
+                  "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>",
+                  "fmha_cutlassF_bf16_aligned_64x64_rf_sm80"],
+    "optimizer": ["void at::native::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor>",
+                  "aten::_foreach_norm"],
+    "communication": ["ncclDevKernel_AllGather_RING_LL", "gloo:all_reduce", "c10d::_reduce_scatter_base_"],
+    "casts": ["triton_red_fused__to_copy_abs_amax_clamp_1", "bfloat16_copy_kernel_cuda", "aten::copy_",
+              "Memcpy DtoD (Device -> Device)"],
+    "elementwise": ["triton_poi_fused_mul_silu_3", "triton_per_fused_add_mean_mul_pow_rsqrt_0",
+                    "aten::mul", "aten::mul_", "aten::embedding", "Memset (Device)", "aten::sum",
+                    "aten::rsqrt", "aten::silu_backward"],
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in KERNELS.items() for name in names])
+def test_classes(kind, name):
+    assert classify(name) == kind
+
+
+def test_overlapping_kernels_count_once():
+    assert module._covered([(5, 7), (0, 3), (1, 2), (2, 4)]) == 6
+    assert module._covered([]) == 0
+
+
+def test_communication_that_hides_is_not_exposed(monkeypatch):
+    spans = [("nvjet", 40.0, 0.0, 40.0), ("ncclDevKernel", 50.0, 20.0, 70.0), ("nvjet", 10.0, 80.0, 90.0)]
+    monkeypatch.setattr(module, "_device_spans", lambda trace: spans)
+    found = breakdown(None, steps=2, wall_s=100e-6, device=torch.device("cuda"))
+    assert found["ms"]["gemm"] == pytest.approx(0.025) and found["ms"]["communication"] == pytest.approx(0.025)
+    assert found["ms"]["exposed_communication"] == pytest.approx(0.015) and found["ms"]["idle"] == pytest.approx(0.010)
+    assert found["top"][0] == {"name": "nvjet", "class": "gemm", "ms": pytest.approx(0.025), "calls": 1}
+    total = sum(ms for kind, ms in found["ms"].items() if kind != "communication")
+    assert total == pytest.approx(found["step_ms"])
+
+
+def test_a_cpu_step_adds_up():
+    x = torch.randn(256, 256)
+    begin = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        begin = time.perf_counter()
+        for _ in range(8):
+            (x @ x).relu_()
+        time.sleep(0.05)
+        wall = time.perf_counter() - begin
+    ms = breakdown(trace, steps=4, wall_s=wall, device=torch.device("cpu"))["ms"]
+    assert ms["gemm"] > ms["elementwise"] > 0
+    assert ms["idle"] > 0.8 * 50 / 4
+    assert sum(ms.values()) == pytest.approx(1e3 * wall / 4, rel=0.05)
