@@ -78,7 +78,7 @@ CASES = {
     "profile_is_of_training": (["profile=trace", "runner=bench"], "runner=bench would disturb what it measures"),
     "profile_fits_steps": (["profile=trace", "train.steps=5", "profile.wait=3"], "a window of 6 steps"),
     "profiled_ranks_exist": (["profile=trace", "profile.ranks=[0,2]", "parallel=fsdp2"], "2 ranks has no rank 2"),
-    "bench_fits_steps": (["runner=bench", "train.steps=16"], "is 16, but runner=bench takes 17"),
+    "bench_fits_steps": (["runner=bench", "train.steps=17"], "is 17, but runner=bench takes 18"),
     "bench_only_trains": (["runner=bench", "validation=default"], "what runner=bench leaves out"),
     "entity_is_part_of_a_file_name": (["runner=bench", "runner.entity=my_lab"], "is 'my_lab'"),
     "vocabulary_fits_model": (["tokenizer=sentencepiece", "tokenizer.vocab_size=5000"],

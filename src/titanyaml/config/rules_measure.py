@@ -59,11 +59,12 @@ def bench_fits_steps(c: Any) -> Problem | None:
     """A benchmark takes the first steps of the run that the configuration describes."""
     if c.runner.name != "bench":
         return None
-    needed = c.runner.skipped_steps + c.runner.measured_steps + c.runner.profiled_steps
+    profiled = c.runner.profiled_steps + 1 if c.runner.profiled_steps else 0  # one more starts the profiler
+    needed = c.runner.skipped_steps + c.runner.measured_steps + profiled
     if needed <= c.train.steps:
         return None
     return Problem("train.steps", f"is {c.train.steps}, but runner=bench takes {needed} (runner.skipped_steps + "
-                   "runner.measured_steps + runner.profiled_steps)", allowed=f">= {needed}",
+                   "runner.measured_steps + runner.profiled_steps and one before these)", allowed=f">= {needed}",
                    hint=f"train.steps={needed}")
 
 

@@ -1,0 +1,189 @@
+"""Ours and, where a checkout is at hand, torchtitan on the same rows, one after the other on the same GPU.
+
+    python benchmarks/compare.py --torchtitan ../torchtitan --out benchmarks/results/h200
+    python benchmarks/compare.py --rows debug --out /tmp/dry     # a dry run: any machine, seconds
+
+Writes ``<out>.json`` and ``<out>.md``. A side that fails is recorded with the end of its output, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanyaml import machine
+from titanyaml.runner.bench_report import table
+
+HERE = Path(__file__).resolve().parent
+SKIPPED_STEPS, MEASURED_STEPS = 10, 20
+#: Wait between two sides, so that each meets a device of about the same temperature (seconds).
+COOL_DOWN_S = 20
+#: A line of torchtitan's log.
+STEP = re.compile(r"step:\s*(\d+)\s+loss:\s*([\d.]+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)")
+
+_3B = ["model=llama3_3b", "model.tie_embeddings=false", "train.local_batch=4", "train.seq_len=4096"]
+_3B_PEER = ["--model.flavor=3B", "--training.local_batch_size=4", "--training.seq_len=4096"]
+_8B = ["model=llama3_8b", "train.local_batch=1", "train.seq_len=8192"]
+_8B_PEER = ["--model.flavor=8B", "--training.local_batch_size=1", "--training.seq_len=8192"]
+_KEEP = ["--activation_checkpoint.mode=none"]
+_SELECTIVE = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+
+
+def _float8(recipe: str) -> list[str]:
+    return ["--model.converters=quantize.linear.float8", f"--quantize.linear.float8.recipe_name={recipe}",
+            "--quantize.linear.float8.filter_fqns=output"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The same work for both: our overrides and torchtitan's options (None: it has no such work)."""
+
+    ours: list[str]
+    peer: list[str] | None
+
+
+ROWS = {
+    "3b-bf16": Row([*_3B, "ac=none"], [*_3B_PEER, *_KEEP]),
+    "3b-bf16-selective": Row([*_3B, "ac=selective_op"], [*_3B_PEER, *_SELECTIVE]),
+    "3b-bf16-budget": Row(
+        [*_3B, "ac=memory_budget", "ac.budget=0.5"],
+        [*_3B_PEER, "--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.5"],
+    ),
+    "3b-float8-tensorwise": Row([*_3B, "ac=none", "quant=float8_tensorwise"],
+                                [*_3B_PEER, *_KEEP, *_float8("tensorwise")]),
+    "3b-float8-rowwise": Row([*_3B, "ac=none", "quant=float8_rowwise"], [*_3B_PEER, *_KEEP, *_float8("rowwise")]),
+    "3b-float8-tensorwise-selective": Row([*_3B, "ac=selective_op", "quant=float8_tensorwise"],
+                                          [*_3B_PEER, *_SELECTIVE, *_float8("tensorwise")]),
+    "3b-float8-rowwise-selective": Row([*_3B, "ac=selective_op", "quant=float8_rowwise"],
+                                       [*_3B_PEER, *_SELECTIVE, *_float8("rowwise")]),
+    "8b-bf16-full": Row([*_8B, "ac=full"], [*_8B_PEER, "--activation_checkpoint.mode=full"]),
+    "8b-bf16-selective": Row([*_8B, "ac=selective_op"], [*_8B_PEER, *_SELECTIVE]),
+    "8b-float8-tensorwise-selective": Row([*_8B, "ac=selective_op", "quant=float8_tensorwise"],
+                                          [*_8B_PEER, *_SELECTIVE, *_float8("tensorwise")]),
+    "8b-float8-rowwise-selective": Row([*_8B, "ac=selective_op", "quant=float8_rowwise"],
+                                       [*_8B_PEER, *_SELECTIVE, *_float8("rowwise")]),
+    "debug": Row(["model=llama3_debug", "model.dim=32", "model.ffn_dim=64", "model.vocab_size=258", "tokenizer=bytes",
+                  "train.seq_len=64", "compile=none"], ["--model.flavor=debugmodel"]),
+}
+#: On every row of ours. Compilation is the default on a GPU.
+COMMON = ["runner=bench", "parallel=single", f"runner.skipped_steps={SKIPPED_STEPS}",
+          f"runner.measured_steps={MEASURED_STEPS}"]
+COMMON_PEER = [
+    "--model.name=llama3", "--compile.enable", "--metrics.log_freq=1", "--metrics.disable_color_printing",
+    "--training.dataset=c4_test", f"--training.steps={SKIPPED_STEPS + MEASURED_STEPS}",
+    "--experimental.custom_import=torchtitan_sizes",
+]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the rows; 1 where a side failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    default = [name for name in ROWS if name != "debug"]
+    parser.add_argument("--rows", type=lambda text: text.split(","), default=default,
+                        help=f"names, joined by commas: {', '.join(ROWS)} (default: all but debug)")
+    parser.add_argument("--torchtitan", type=Path, help="checkout of torchtitan 0.2.2; without it ours runs alone")
+    parser.add_argument("--out", type=Path, required=True, help="path of the results without a suffix")
+    parser.add_argument("--add", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of ours, on every row")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.rows if name not in ROWS]:
+        parser.error(f"no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict[str, Any]] = {}
+    for name in options.rows:
+        results[name] = compare(ROWS[name], options)
+        write(results, options)
+    return int(any("error" in side for row in results.values() for side in row.values() if isinstance(side, dict)))
+
+
+def compare(row: Row, options: argparse.Namespace) -> dict[str, Any]:
+    """Both sides of a row, and our tokens/s over theirs."""
+    found: dict[str, Any] = {"ours": run_ours(row, options.add)}
+    if options.torchtitan is not None and row.peer is not None:
+        if machine.gpus():
+            time.sleep(COOL_DOWN_S)
+        found["torchtitan"] = run_peer(row, options.torchtitan.resolve())
+    rates = [side.get("tps") for side in found.values()]
+    found["ratio"] = rates[0] / rates[1] if len(rates) == 2 and all(rates) else None
+    return found
+
+
+def run_ours(row: Row, more: list[str]) -> dict[str, Any]:
+    """What bench.json says."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "titanyaml", *COMMON, *row.ours, *more, f"run.dir={folder}/run"]
+        done = _run(command, cwd=HERE.parent, extra={})
+        path = Path(folder, "run", "bench.json")
+        if done.returncode or not path.is_file():
+            return _failed(command, done)
+        return {"command": command[1:-1], **json.loads(path.read_text())}
+
+
+def run_peer(row: Row, checkout: Path) -> dict[str, Any]:
+    """The figures of torchtitan's log: median of the measured steps, largest memory."""
+    command = [sys.executable, "-m", "torchtitan.train", *COMMON_PEER, *row.peer]
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511",
+             "PYTHONPATH": os.pathsep.join([str(checkout), str(HERE)])}
+    done = _run(command, cwd=checkout, extra=place)
+    steps = STEP.findall(done.stdout + done.stderr)
+    measured = [float(tps.replace(",", "")) for number, _, _, tps in steps if int(number) > SKIPPED_STEPS]
+    if done.returncode or len(measured) < MEASURED_STEPS:
+        return _failed(command, done)
+    tps = statistics.median(measured)
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True)
+    return {"command": command[1:], "commit": git.stdout.strip() or None, "tps": tps,
+            "tps_spread": (max(measured) - min(measured)) / tps, "loss": float(steps[-1][1]),
+            "mem_reserved_gib": max(float(memory) for _, _, memory, _ in steps)}
+
+
+def _run(command: list[str], *, cwd: Path, extra: dict[str, str]) -> subprocess.CompletedProcess:
+    print(" ".join(command[1:]), file=sys.stderr, flush=True)
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, **extra}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def _failed(command: list[str], done: subprocess.CompletedProcess) -> dict[str, Any]:
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return {"command": command[1:], "error": f"exit code {done.returncode}: " + "\n".join(lines[-15:])}
+
+
+def write(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+    """Both files, after every row: a call that is interrupted keeps what it has."""
+    content = {"environment": machine.describe(), "skipped_steps": SKIPPED_STEPS, "measured_steps": MEASURED_STEPS,
+               "rows": results}
+    Path(f"{options.out}.json").write_text(json.dumps(content, indent=1) + "\n")
+    rows = []
+    for name, row in results.items():
+        ours, peer = row["ours"], row.get("torchtitan", {})
+        rows.append([name, _rate(ours), _rate(peer), _show(row["ratio"], ".3f"), _show(ours.get("mfu"), ".1%"),
+                     _show(ours.get("fraction_of_floor"), ".1%"), _show(ours.get("mem_reserved_gib"), ".1f"),
+                     _show(peer.get("mem_reserved_gib"), ".1f")])
+    head = ["row", "ours, tokens/s", "torchtitan, tokens/s", "ratio", "our MFU", "our share of the floor", "our GiB",
+            "torchtitan's GiB"]
+    devices = ", ".join(machine.gpus()) or machine.processor()
+    Path(f"{options.out}.md").write_text(
+        f"Median of {MEASURED_STEPS} steps after {SKIPPED_STEPS}, one device ({devices}); memory = peak reserved.\n\n"
+        f"{table(head, rows)}\n")
+
+
+def _rate(side: dict[str, Any]) -> str:
+    if not side:
+        return "not run"
+    return "failed" if "error" in side else f"{side['tps']:,.0f} +- {side['tps_spread'] / 2:.1%}"
+
+
+def _show(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
