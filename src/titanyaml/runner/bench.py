@@ -52,6 +52,7 @@ def bench(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
         records = [_step(trainer) for _ in range(config.runner.skipped_steps + config.runner.measured_steps)]
         kernels = _kernels(trainer, env)
         result = summary(config, env, trainer, records[config.runner.skipped_steps :], measured)
+        trainer.close_trackers("done")
     finally:
         trainer.close()
     result |= {"kernels": kernels, "ceilings": measured.record(), "environment": environment(env)}

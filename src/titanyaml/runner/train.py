@@ -105,7 +105,7 @@ class Trainer:
         metric = self.last.get("validation_loss", self.last.get("loss"))
         result = {"metric": metric, "step": self.step, **{k: self.last[k] for k in ("loss", "validation_loss", "tps")
                                                           if k in self.last}}
-        self._close_trackers("done")
+        self.close_trackers("done")
         if self.env.is_main:
             report.finish(self.run, result, saved=self.config.checkpoint.enabled)
         return result
@@ -198,11 +198,11 @@ class Trainer:
 
     def _preempt(self) -> None:
         self._save()
-        self._close_trackers("preempted")
+        self.close_trackers("preempted")
         kept = "saved" if self.config.checkpoint.enabled else "nothing saved, since checkpoint=none"
         raise Preempted(f"asked to stop ({signals.requested() or 'by another rank'}) after step {self.step}; {kept}")
 
-    def _close_trackers(self, state: str) -> None:
+    def close_trackers(self, state: str) -> None:
         if self.trackers is not None:
             self.trackers.close(state)
             self.trackers = None
@@ -210,6 +210,6 @@ class Trainer:
     def close(self) -> None:
         """Stop threads; safe to call after a failure anywhere."""
         self.profiler.close()
-        self._close_trackers("failed")
+        self.close_trackers("failed")
         self.batches.close()
         gc.enable()
