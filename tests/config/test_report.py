@@ -77,7 +77,7 @@ def test_three_mistakes_in_one_report(mine) -> None:
     # groups
     ("modle=llama3_8b", "modle", "unknown key; did you mean model?", "model=llama3_8b"),
     ("model=llama3_8bb", "model", "there is no option 'llama3_8bb'", "model=llama3_8b"),
-    ("parallel=fsdp2_fsdp4", "parallel", "there is no option 'fsdp2_fsdp4'", "parallel=fsdp4"),
+    ("parallel=fsdp2_fsdp4", "parallel", "there is no option 'fsdp2_fsdp4'", "parallel=fsdp2_tp2"),
     ("experiment=lr_swep", "experiment", "there is no option 'lr_swep'", "experiment=lr_sweep"),
     ("plugin=[nois]", "plugin", "there is no option 'nois'", ""),
     ("ac=null", "ac", "null is no option", "ac=none"),

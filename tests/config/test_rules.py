@@ -42,6 +42,9 @@ CASES = {
                              "which deals heads to 4 ranks"),
     "ring_takes_no_mask": (["parallel=cp2", "parallel.cp_method=ring", "model.document_mask=true"],
                            "is ring, which is causal only"),
+    "whole_model_is_one_graph": (["parallel=cp2", "compile=model"], "FSDP gathers weights over 2 ranks"),
+    "async_tp_has_its_plugin": (["parallel=tp2", "compile=block", "compile.async_tp=true",
+                                 "++pipeline.plugins.async_tp._target_=null"], "is off, but compile.async_tp is true"),
     "gathering_ahead_has_blocks": (["parallel=fsdp2", "parallel.fsdp_prefetch=4"], "is 4, but the model has 4 blocks"),
     "offload_has_a_device": (["parallel=fsdp2", "parallel.fsdp_cpu_offload=true"],
                              "is on, but there is no GPU here: all memory is host memory"),
@@ -179,7 +182,7 @@ def test_tensor_parallel_peers_share_no_data(ask) -> None:
 
 def test_the_whole_sequence_on_every_rank_need_not_divide(ask) -> None:
     overrides = ["parallel=tp4", "train.seq_len=510"]
-    hint = "parallel.tp=3 or parallel.tp=5 or train.seq_len=508 or train.seq_len=512 or " \
+    hint = "parallel.tp=2 or train.seq_len=508 or train.seq_len=512 or " \
            "parallel.tp_sequence_parallel=false"
     assert ask("tensor_ranks_share_the_sequence", overrides).hint == hint
 

@@ -28,6 +28,15 @@ def async_tp_has_ranks(c: Any) -> Problem | None:
                    allowed="true where parallel.tp is 2 or more", hint=hint)
 
 
+@rule("compile.async_tp", "pipeline.plugins")
+def async_tp_has_its_plugin(c: Any) -> Problem | None:
+    nodes = c.pipeline.plugins
+    if not c.compile.async_tp or ("async_tp" in list(nodes) and getattr(nodes.async_tp, "_target_", None)):
+        return None
+    return Problem("pipeline.plugins.async_tp", "is off, but compile.async_tp is true",
+                   allowed="titanyaml.plugins.async_tp.AsyncTensorParallel where compile.async_tp is true", hint=_OFF)
+
+
 @rule("compile.async_tp", "compile.mode")
 def async_tp_is_compiled(c: Any) -> Problem | None:
     mode = c.compile.mode

@@ -103,6 +103,17 @@ def sample_runs_alone(c: Any) -> Problem | None:
                    hint="parallel=single" + (" launch.nproc=1" if c.launch.nproc else ""))
 
 
+@rule("parallel", "launch", "compile.mode")
+def whole_model_is_one_graph(c: Any) -> Problem | None:
+    """Gathering weights breaks it."""
+    ranks = sharing_ranks(c)
+    if c.compile.mode != "model" or ranks in (None, 1):
+        return None
+    return Problem("compile.mode", f"is model, but FSDP gathers weights over {ranks} ranks in the middle of it "
+                   "(dp_replicate*dp_shard*cp)", allowed="block, none; model on one such rank",
+                   hint="compile.mode=block or compile.mode=none")
+
+
 @rule("parallel", "launch", "model.num_layers")
 def gathering_ahead_has_blocks(c: Any) -> Problem | None:
     ahead, layers, ranks = c.parallel.fsdp_prefetch, c.model.num_layers, sharing_ranks(c)

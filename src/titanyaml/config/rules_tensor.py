@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from titanyaml.config.ranks import degree
@@ -12,12 +13,14 @@ RULES: list[Rule] = []
 rule = into(RULES)
 
 
-def _divides(c: Any, key: str, size: int, *sizes: int) -> Problem | None:
-    """A problem where tp does not divide ``size``; other degrees that are offered divide ``sizes`` too."""
+def _divides(c: Any, key: str, size: int) -> Problem | None:
+    """A problem where tp does not divide ``size``; the degrees that are offered divide all that is shared."""
     tp = degree(c, "tp")
     if tp is None or tp < 1 or size % tp == 0:
         return None
-    degrees = [n for n in range(1, size + 1) if all(other % n == 0 for other in (size, *sizes))]
+    shared = math.gcd(c.model.num_heads, c.model.num_kv_heads, c.model.ffn_dim, c.model.vocab_size,
+                      c.train.seq_len if c.parallel.tp_sequence_parallel else 0)
+    degrees = [n for n in range(1, shared + 1) if shared % n == 0]
     near = multiples_around(size, tp)
     return Problem(key, f"is {size}, which {tp} tensor-parallel ranks cannot share evenly",
                    allowed=f"multiples of parallel.tp={tp}",
@@ -37,27 +40,27 @@ def tensor_ranks_split_something(c: Any) -> Problem | None:
                    hint="parallel.tp=1")
 
 
-@rule("parallel", "launch", "model.num_heads", "model.num_kv_heads")
+@rule("parallel", "launch", "model", "train.seq_len")
 def tensor_ranks_share_heads(c: Any) -> Problem | None:
-    return _divides(c, "model.num_heads", c.model.num_heads, c.model.num_kv_heads)
+    return _divides(c, "model.num_heads", c.model.num_heads)
 
 
-@rule("parallel", "launch", "model.num_heads", "model.num_kv_heads")
+@rule("parallel", "launch", "model", "train.seq_len")
 def tensor_ranks_share_kv_heads(c: Any) -> Problem | None:
-    return _divides(c, "model.num_kv_heads", c.model.num_kv_heads, c.model.num_heads)
+    return _divides(c, "model.num_kv_heads", c.model.num_kv_heads)
 
 
-@rule("parallel", "launch", "model.ffn_dim")
+@rule("parallel", "launch", "model", "train.seq_len")
 def tensor_ranks_share_features(c: Any) -> Problem | None:
     return _divides(c, "model.ffn_dim", c.model.ffn_dim)
 
 
-@rule("parallel", "launch", "model.vocab_size")
+@rule("parallel", "launch", "model", "train.seq_len")
 def tensor_ranks_share_vocabulary(c: Any) -> Problem | None:
     return _divides(c, "model.vocab_size", c.model.vocab_size)
 
 
-@rule("parallel", "launch", "train.seq_len")
+@rule("parallel", "launch", "model", "train.seq_len")
 def tensor_ranks_share_the_sequence(c: Any) -> Problem | None:
     problem = _divides(c, "train.seq_len", c.train.seq_len) if c.parallel.tp_sequence_parallel else None
     if problem is None:

@@ -22,7 +22,7 @@ EXPERIMENTS_PACKAGE = "titanyaml.experiments"
 ENTRY_POINT_GROUP = "titanyaml.conf"
 
 #: What ``parallel=<tab>``, ``--help`` and ``parallel=glob(*)`` list: names that compose and run.
-_COMMON_MESHES = ("ddp2", "ddp4", "fsdp2", "fsdp4", "fsdp8", "hsdp2x2", "hsdp2x4")
+_COMMON_MESHES = ("cp2", "ddp2", "fsdp2", "fsdp2_tp2", "fsdp4", "fsdp8", "hsdp2x2", "hsdp2x4", "tp2")
 _COMPLETED_SIZES = (2, 4, 8, 16, 32, 64)
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 #: Where inductor keeps what it builds.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -33,6 +34,16 @@ def process_groups() -> list[dist.ProcessGroup]:
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Change the time-out of a live process group; torch has no public function for it."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def flat_mesh(mesh: DeviceMesh, *, outer: str | None, axes: list[str]) -> DeviceMesh:
+    """The product of some axes as one axis, behind ``outer`` if given."""
+    flat = mesh[tuple(axes)]._flatten("_".join(axes))
+    if outer is None:
+        return flat
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([mesh[outer], flat])
+    return mesh[outer, "_".join(axes)]
 
 
 def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:

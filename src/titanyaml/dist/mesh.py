@@ -9,9 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanyaml.config import schema
 from titanyaml.config.degrees import MESH_AXES, resolve_degrees
-
-SHARD_AXIS = "dp_shard_cp"
-
+from titanyaml.dist import compat
 
 @dataclass(frozen=True)
 class ParallelDims:
@@ -51,10 +49,9 @@ class ParallelDims:
     def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The data axes, flat: shards over dp_shard*cp, under dp_replicate where there is more than one copy."""
         axes = [axis for axis in ("dp_shard", "cp") if getattr(self, axis) > 1] or ["dp_shard"]
-        if len(axes) > 1:
-            mesh[tuple(axes)]._flatten(SHARD_AXIS)
-        shard = SHARD_AXIS if len(axes) > 1 else axes[0]
-        return mesh[shard] if self.dp_replicate == 1 else mesh["dp_replicate", shard]
+        if len(axes) == 1:
+            return mesh[axes[0]] if self.dp_replicate == 1 else mesh["dp_replicate", axes[0]]
+        return compat.flat_mesh(mesh, outer="dp_replicate" if self.dp_replicate > 1 else None, axes=axes)
 
     @property
     def data_degree(self) -> int:
