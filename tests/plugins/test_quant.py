@@ -32,6 +32,7 @@ TENSORWISE, ROWWISE, HIGH_PRECISION_GRADIENT, MX = RECIPES = (
     "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8",
 )
 TP = {"_target_": "titanyaml.plugins.tp.TensorParallel"}
+CP = {"_target_": "titanyaml.plugins.cp.ContextParallel"}
 FLOAT32 = {"param_dtype": torch.float32, "compute_dtype": torch.float32, "reduce_dtype": torch.float32}
 MIXED = {**FLOAT32, "compute_dtype": torch.bfloat16}
 SIZES = {"vocab_size": 98, "dim": 64, "ffn_dim": 128, "num_kv_heads": 4, "num_layers": 2}
@@ -216,6 +217,7 @@ MESHES = {
         ParallelDims(dp_shard=2), {"ac": {**AC, "mode": "selective_op"}, "compile": COMPILE, "fsdp": FSDP}),
     "tp2": (ParallelDims(tp=2), {"tp": TP}),
     "tp2, compile": (ParallelDims(tp=2), {"tp": TP, "compile": COMPILE}),
+    "cp2": (ParallelDims(cp=2), {"cp": CP, "fsdp": FSDP}),
     "fsdp2_tp2": (ParallelDims(dp_shard=2, tp=2), {"tp": TP, "fsdp": FSDP}),
 }
 
@@ -246,7 +248,7 @@ def test_one_scale_a_tensor_differs_by_its_shard() -> None:
         assert distance(ranks[0]["grads"], full["grads"]) < 1.5 * own
 
 
-@pytest.mark.parametrize(("mesh", "changes"), [("fsdp2, ac, compile", MIXED), ("fsdp2_tp2", {})])
+@pytest.mark.parametrize(("mesh", "changes"), [("fsdp2, ac, compile", MIXED), ("cp2", {}), ("fsdp2_tp2", {})])
 def test_gathering_in_float8_with_and_without_precomputed_scales(mesh: str, changes: dict[str, Any]) -> None:
     dims, nodes = MESHES[mesh]
     plain, gathered, precomputed = (
