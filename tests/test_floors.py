@@ -14,7 +14,7 @@ FLOORS = {
     "__init__": 0, "errors": 0, "machine": 0,
     "config": 1, "rundir": 1, "arguments": 1,
     "dist": 2,
-    "tokenizer": 3, "kernels": 3,
+    "tokenizer": 3, "kernels": 3, "float8": 3,
     "data": 4, "models": 4, "optim": 4, "loss": 4, "hardware": 4,
     "pipeline": 5,
     "ceilings": 6,

@@ -27,6 +27,8 @@ COMPANIONS = {
     ("data", "files"): ["data.paths=[conf]"],
     ("data", "hf"): ["data.dataset=name"],
     ("tokenizer", "hf"): ["tokenizer.path=tokenizer.json"],
+    **{("quant", name): ["quant.emulate=true"] for name in (
+        "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")},
     ("runner", "eval"): ["runner.checkpoint=."],
     ("runner", "sample"): ["runner.checkpoint=.", "parallel=single"],
 }

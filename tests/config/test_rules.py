@@ -56,6 +56,31 @@ CASES = {
                               "is aot_eager, which does not know"),
     "async_tp_overlaps_something": (["compile.async_tp=true", "compile=block", "parallel=tp2",
                                      "compile.async_tp_ops=[]"], "is empty"),
+    "device_multiplies_in_float8": (["quant=float8_rowwise"], "is float8_rowwise, but this machine has no GPU"),
+    "float8_gather_has_one_scale": (
+        ["quant=float8_rowwise", "quant.fsdp_float8_all_gather=true", "quant.precompute_scale=true", "parallel=fsdp2"],
+        "is true with float8_rowwise, which casts a weight along both",
+    ),
+    "float8_gather_has_shards": (
+        ["quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true", "parallel=auto", "launch.nproc=1"],
+        "is true, but parallel.dp_shard is 1",
+    ),
+    "gathered_float8_is_not_kept_twice": (
+        ["quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true", "quant.force_recompute_weight=false"],
+        "there is no copy to keep",
+    ),
+    "float8_is_not_float64": (
+        ["quant=float8_rowwise", "train.param_dtype=float64", "train.compute_dtype=float64",
+         "train.reduce_dtype=float64"], "is float8_rowwise, but train.compute_dtype is float64",
+    ),
+    "scales_per_row_take_bfloat16": (["quant=float8_rowwise", "train.compute_dtype=float32"],
+                                     "a product in float8_rowwise comes out in bfloat16"),
+    "tokens_fill_float8_products": (["quant=float8_rowwise", "train.seq_len=500", "train.local_batch=1"],
+                                    "is 500; with train.local_batch=1 that is 500 tokens"),
+    "narrow_moments_belong_to_float32": (
+        ["optim=adamw_8bit", "train.param_dtype=float64", "train.compute_dtype=float64", "train.reduce_dtype=float64"],
+        "is adamw_8bit, but train.param_dtype is float64",
+    ),
     "one_degree_is_derived": (["parallel=auto", "parallel.dp_replicate=-1"], "dp_replicate and dp_shard are -1"),
     "mesh_fits_ranks": (["parallel=fsdp4", "launch.nproc=3"], "the mesh needs 4 ranks, but 3 are started"),
     "global_batch_is_whole": (["parallel=hsdp2x2", "train.local_batch=3", "train.global_batch=30"],

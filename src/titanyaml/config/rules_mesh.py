@@ -85,7 +85,7 @@ def global_batch_is_whole(c: Any) -> Problem | None:
 def data_ranks_share_gradients(c: Any) -> Problem | None:
     """Without a plugin that sums gradients each rank would silently train a model of its own."""
     nodes = c.pipeline.plugins
-    others = ("ac", "async_tp", "compile", "tp", "cp")
+    others = ("quant", "ac", "async_tp", "compile", "tp", "cp")
     on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
     ranks = (world_size(c) or 1) // max(degree(c, "tp") or 1, 1)
     if on or ranks <= 1:
@@ -155,7 +155,11 @@ def num_parameters(model: Any) -> int:
     return model.num_layers * block + model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
 
 
-@rule("model", "parallel", "hardware.memory_gib", "runner.name", "train.param_dtype")
+#: Bytes a weight of the two moments; None: as the weight's own.
+MOMENTS = {"adamw": None, "adamw_bf16": 4, "adamw_8bit": 2.1}
+
+
+@rule("model", "parallel", "hardware.memory_gib", "runner.name", "train.param_dtype", "optim.name")
 def state_fits_memory(c: Any) -> Problem | None:
     """A lower bound: master weights, their gradients and the two moments; activations come on top."""
     fixed, derived = fixed_product(c.parallel)
@@ -165,7 +169,8 @@ def state_fits_memory(c: Any) -> Problem | None:
     if ranks is None or derived == "dp_replicate" or ranks % fixed:
         return None  # unknown, or another rule speaks
     shards = ranks // c.parallel.dp_replicate
-    total = 4 * (8 if c.train.param_dtype == "float64" else 4) * num_parameters(c.model) / 2**30
+    size = 8 if c.train.param_dtype == "float64" else 4
+    total = (2 * size + (MOMENTS[c.optim.name] or 2 * size)) * num_parameters(c.model) / 2**30
     if total / shards <= c.hardware.memory_gib:
         return None
     enough = 2 ** math.ceil(math.log2(total / c.hardware.memory_gib))

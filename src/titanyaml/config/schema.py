@@ -19,6 +19,7 @@ from titanyaml.config.schema_plugins import ActivationCheckpointing as Activatio
 from titanyaml.config.schema_plugins import Compile as Compile
 from titanyaml.config.schema_plugins import Pipeline as Pipeline
 from titanyaml.config.schema_plugins import PluginNode as PluginNode
+from titanyaml.config.schema_plugins import Quant as Quant
 
 
 @dataclass
@@ -45,14 +46,18 @@ class ParamGroup:
 class Optim:
     """AdamW."""
 
-    name: str = key("adamw", "optimizer", choices=["adamw"])
+    name: str = key(
+        "adamw", "format of the moments: adamw float32, adamw_bf16 bfloat16, adamw_8bit 8 bits in blocks",
+        choices=["adamw", "adamw_bf16", "adamw_8bit"],
+    )
     lr: float = key(3e-4, "peak learning rate", above=0)
     beta1: float = key(0.9, "decay of the first moment", low=0, below=1)
     beta2: float = key(0.95, "decay of the second moment", low=0, below=1)
     eps: float = key(1e-8, "added to the root of the second moment", above=0)
     weight_decay: float = key(0.1, "decoupled weight decay; never applied to norms and biases", low=0)
     implementation: str = key(
-        "auto", "auto: fused on GPU, foreach on CPU", choices=["auto", "fused", "foreach", "loop"]
+        "auto", "auto: fused on GPU, foreach on CPU", choices=["auto", "fused", "foreach", "loop"],
+        when=("name", ["adamw"]),
     )
     groups: list[ParamGroup] = key([], "per-name settings, first match wins")
 
@@ -191,6 +196,7 @@ class Config:
     runner: Runner = key(Runner, "what is done")
     model: Model = key(Model, "the decoder")
     parallel: Parallel = key(Parallel, "the device mesh")
+    quant: Quant = key(Quant, "float8 training")
     ac: ActivationCheckpointing = key(ActivationCheckpointing, "activation checkpointing")
     compile: Compile = key(Compile, "compilation")
     data: Data = key(Data, "text")

@@ -7,6 +7,9 @@ from typing import Any
 
 from titanyaml.config.keys import key
 
+FLOAT8 = ["float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp"]
+RECIPES = [*FLOAT8, "mxfp8"]
+
 
 @dataclass
 class PluginNode:
@@ -18,6 +21,35 @@ class PluginNode:
     _before_: list[str] = key([], "nodes that must come after, where present")
     _requires_: list[str] = key([], "nodes that must be on")
     _conflicts_: list[str] = key([], "nodes that must be off")
+
+
+@dataclass
+class Quant(PluginNode):
+    """Linear layers in 8 bits while training; weights and optimizer stay in full precision."""
+
+    _target_: str | None = key("titanyaml.plugins.quant.Quantize", "class of the transform")
+    recipe: str = key("none", "format and scales of the operands of linear layers", choices=["none", *RECIPES])
+    fsdp_float8_all_gather: bool = key(
+        False, "FSDP casts weights before it gathers them: half the bytes (float8_tensorwise)", when=("recipe", FLOAT8)
+    )
+    precompute_scale: bool = key(
+        False, "scales of gathered weights by one reduction after each optimizer step, not one a weight",
+        when=("fsdp_float8_all_gather", [True]),
+    )
+    force_recompute_weight: bool = key(
+        True, "cast weights again in the backward pass; false: keep their float8 copies (1 byte a parameter)",
+        when=("recipe", ["float8_tensorwise"]),
+    )
+    filter_fqns: list[str] = key(
+        [], "parts of the names of linear layers that stay in high precision", when=("recipe", RECIPES)
+    )
+    auto_filter_small_kn: bool = key(
+        False, "leave layers alone that are too small to gain", when=("recipe", RECIPES)
+    )
+    emulate: bool = key(
+        False, "cast as the recipe says, multiply in high precision; runs on any device, slowly",
+        when=("recipe", RECIPES),
+    )
 
 
 @dataclass

@@ -134,6 +134,11 @@ def dump_memory_snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
+def shard_itself(tensor: Tensor) -> Tensor:
+    """The tensor object in which a DTensor keeps this rank's shard; ``to_local`` of a parameter gives a view (2.13)."""
+    return tensor._local_tensor
+
+
 @dataclass(frozen=True)
 class CompileCounts:
     """What torch.compile has done in this process: graphs built, and why a graph broke with how often."""

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from titanyaml.config.schema import Model
 from titanyaml.errors import ConfigError
-from titanyaml.models.layers import RMSNorm
+from titanyaml.models.layers import Linear, RMSNorm
 from titanyaml.models.rope import rotate
 
 Mask = Tensor | BlockMask
@@ -111,10 +111,10 @@ class Attention(nn.Module):
         self.head_dim = head_size(spec)
         query_dim, kv_dim = spec.num_heads * self.head_dim, spec.num_kv_heads * self.head_dim
         self.grouped = spec.num_kv_heads != spec.num_heads
-        self.wq = nn.Linear(spec.dim, query_dim, bias=spec.attention_bias)
-        self.wk = nn.Linear(spec.dim, kv_dim, bias=spec.attention_bias)
-        self.wv = nn.Linear(spec.dim, kv_dim, bias=spec.attention_bias)
-        self.wo = nn.Linear(query_dim, spec.dim, bias=spec.attention_bias)
+        self.wq = Linear(spec.dim, query_dim, bias=spec.attention_bias)
+        self.wk = Linear(spec.dim, kv_dim, bias=spec.attention_bias)
+        self.wv = Linear(spec.dim, kv_dim, bias=spec.attention_bias)
+        self.wo = Linear(query_dim, spec.dim, bias=spec.attention_bias)
         self.q_norm = RMSNorm(self.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
 

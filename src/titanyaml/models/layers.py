@@ -38,14 +38,27 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+class Linear(nn.Linear):
+    """x @ weight^T + bias.
+
+    ``product(x, weight, bias)`` is how: the one place to put in another way to multiply. It is called with plain
+    tensors, the whole weight or a rank's shard of it, and knows nothing of meshes.
+    """
+
+    product = staticmethod(F.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias)
+
+
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * (w3 x)), w1 the gate, w3 up, w2 down."""
 
     def __init__(self, dim: int, *, ffn_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w1 = Linear(dim, ffn_dim, bias=False)
+        self.w2 = Linear(ffn_dim, dim, bias=False)
+        self.w3 = Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))

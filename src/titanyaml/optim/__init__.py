@@ -1,5 +1,37 @@
 """Optimizers and learning-rate schedules."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from titanyaml.config import schema
 from titanyaml.optim.adamw import AdamW as AdamW
 from titanyaml.optim.adamw import Optimizer as Optimizer
-from titanyaml.optim.adamw import build as build
+from titanyaml.optim.lowbit import LowBitAdamW
+
+
+def build(
+    spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
+    device: torch.device | str,
+) -> AdamW:
+    """The optimizer that ``spec`` names.
+
+    Args:
+        named_params: trainable parameters by name; one that comes under several names (tied) counts once, under the
+            first.
+        masters: full-precision copies by parameter name, of every parameter that is narrower than float32.
+        device: where the parameters are.
+
+    Raises:
+        ConfigError: a pattern of ``spec.groups`` has no effect.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    if spec.name != "adamw":
+        return LowBitAdamW(spec, named_params, masters=masters, compiled=on_gpu)
+    implementation = spec.implementation
+    if implementation == "auto":
+        implementation = "fused" if on_gpu else "foreach"
+    return AdamW(spec, named_params, masters=masters, implementation=implementation)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from titanyaml import float8
 from titanyaml.config import schema
 from titanyaml.dist import compat
 from titanyaml.errors import TitanError
@@ -55,36 +56,14 @@ class Optimizer(Protocol):
         ...
 
 
-def build(
-    spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
-    device: torch.device | str,
-) -> AdamW:
-    """The optimizer that ``spec`` names.
-
-    Args:
-        named_params: trainable parameters by name; one that comes under several names (tied) counts once, under the
-            first.
-        masters: full-precision copies by parameter name, of every parameter that is narrower than float32.
-        device: where the parameters are.
-
-    Raises:
-        ConfigError: a pattern of ``spec.groups`` has no effect.
-    """
-    kind = torch.device(device).type
-    implementation = spec.implementation
-    if implementation == "auto":
-        implementation = "fused" if kind == "cuda" else "foreach"
-    return AdamW(spec, named_params, masters=masters, implementation=implementation)
-
-
 @dataclass(eq=False)
-class _Slot:
+class Slot:
     """One parameter. ``weight`` is what is optimized: the master where there is one, else the parameter."""
 
+    name: str
     parameter: nn.Parameter
     weight: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: dict[str, Tensor]
     step: Tensor
     grad_sum: Tensor | None = None
 
@@ -123,18 +102,22 @@ class AdamW:
         self.groups: list[Group] = make_groups(spec, params)
         self._slots = {name: self._slot(name, p, masters.get(name)) for name, p in params.items()}
 
-    def _slot(self, name: str, parameter: nn.Parameter, master: Tensor | None) -> _Slot:
+    def _slot(self, name: str, parameter: nn.Parameter, master: Tensor | None) -> Slot:
         """State of one parameter, there before the first step so that a checkpoint can be loaded into it."""
         assert parameter.requires_grad, f"{name} is frozen"
         assert master is not None or parameter.dtype.itemsize >= 4, f"{name} is {parameter.dtype} and has no master"
         weight = parameter if master is None else master.detach()
-        moments = [torch.zeros_like(weight.detach()) for _ in range(2)]
         # fused kernels count on the device, the others on the host, where reading the count waits for nothing
-        place = _local(moments[0]).device if self.implementation == "fused" else "cpu"
-        slot = _Slot(parameter, weight, *moments, torch.zeros((), dtype=torch.float32, device=place))
+        place = local(weight.detach()).device if self.implementation == "fused" else "cpu"
+        moments = self._moments(float8.plain(weight.detach()))
+        slot = Slot(name, parameter, weight, moments, torch.zeros((), dtype=torch.float32, device=place))
         if slot.has_master:
             parameter.register_post_accumulate_grad_hook(slot.accumulate)
         return slot
+
+    def _moments(self, weight: Tensor) -> dict[str, Tensor]:
+        """Zeros for the moments of a weight, as they are kept and saved."""
+        return {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
 
     def grads(self) -> list[Tensor]:
         """Gradients in the order of ``names``, each placed like its weight, in the weight's dtype.
@@ -151,7 +134,7 @@ class AdamW:
         return [slot.grad for slot in self._slots.values()]
 
     @staticmethod
-    def _replace(slot: _Slot) -> None:
+    def _replace(slot: Slot) -> None:
         """Move a gradient to where its weight is: autograd may leave it as a pending sum."""
         placed = slot.grad.redistribute(placements=slot.weight.placements)
         if slot.has_master:
@@ -167,18 +150,18 @@ class AdamW:
             self._update([self._slots[name] for name in group.names], lr * group.lr_scale, group.weight_decay)
         self.publish()
 
-    def _update(self, slots: list[_Slot], lr: float, weight_decay: float) -> None:
+    def _update(self, slots: list[Slot], lr: float, weight_decay: float) -> None:
         for slot in slots:
-            if _local(slot.weight).numel() == 0:
+            if local(slot.weight).numel() == 0:
                 slot.step += 1  # an empty shard: nothing to update, but all ranks save the same count
-        slots = [slot for slot in slots if _local(slot.weight).numel()]
+        slots = [slot for slot in slots if local(slot.weight).numel()]
         if not slots:
             return
         adamw(
-            [_local(slot.weight) for slot in slots],
-            [_local(slot.grad) for slot in slots],
-            [_local(slot.exp_avg) for slot in slots],
-            [_local(slot.exp_avg_sq) for slot in slots],
+            [local(slot.weight) for slot in slots],
+            [local(slot.grad) for slot in slots],
+            [local(slot.moments["exp_avg"]) for slot in slots],
+            [local(slot.moments["exp_avg_sq"]) for slot in slots],
             [],
             [slot.step for slot in slots],
             foreach=self.implementation == "foreach", fused=self.implementation == "fused",
@@ -193,23 +176,20 @@ class AdamW:
 
     def master(self, name: str) -> Tensor:
         """The full-precision weight of a parameter, sharing memory with what is optimized."""
-        return self._slots[name].weight.detach()
+        return float8.plain(self._slots[name].weight.detach())
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters (to nearest) into the parameters of the model."""
         slots = [slot for slot in self._slots.values() if slot.has_master]
         if slots:
-            compat.foreach_copy_([_local(s.parameter) for s in slots], [_local(s.weight) for s in slots])
+            compat.foreach_copy_([local(s.parameter) for s in slots], [local(s.weight) for s in slots])
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """``{name: {exp_avg, exp_avg_sq, step}}``; moments like the weight, ``step`` 0-dim float32 (exact to 2**24)."""
-        return {
-            name: {"exp_avg": slot.exp_avg, "exp_avg_sq": slot.exp_avg_sq, "step": slot.step}
-            for name, slot in self._slots.items()
-        }
+        return {name: {**slot.moments, "step": slot.step} for name, slot in self._slots.items()}
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """The shard on this rank, sharing memory; to be called without grad mode."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return float8.plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

@@ -121,6 +121,13 @@ def verify(model: nn.Module, resolved: Resolved, ctx: Context) -> list[tuple[str
     return changes
 
 
+def after_step(model: nn.Module, resolved: Resolved) -> None:
+    """Tell every step that has an ``after_step`` method that the weights were updated."""
+    for _, transform in resolved.steps:
+        if hasattr(transform, "after_step"):
+            transform.after_step(model)
+
+
 def _key(name: str) -> str:
     return f"pipeline.plugins.{name}"
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from titanyaml.dist.tensor import TensorGroup, gather_sequence, local, own_rows, scatter_sum, sum_gradient, sum_parts
 from titanyaml.errors import DataError, PipelineError, Problem
-from titanyaml.models.layers import OutputProjection, RMSNorm
+from titanyaml.models.layers import Linear, OutputProjection, RMSNorm
 from titanyaml.pipeline.protocol import Change, Context
 
 
@@ -99,11 +99,11 @@ class _Splitter:
         self.enter, self.leave = _Enter(self.group, sequence), _Leave(self.group, sequence)
 
     def column(self, name: str) -> None:
-        self._turn(name, nn.Linear, ColumnLinear, weight=Shard(0), bias=Shard(0))
+        self._turn(name, Linear, ColumnLinear, weight=Shard(0), bias=Shard(0))
         self.sharded.append(name)
 
     def row(self, name: str) -> None:
-        module = self._turn(name, nn.Linear, RowLinear, weight=Shard(1), bias=Replicate())
+        module = self._turn(name, Linear, RowLinear, weight=Shard(1), bias=Replicate())
         module.sequence, module.dtype = self.sequence, self.dtype
         self.sharded.append(name)
 
@@ -155,16 +155,16 @@ class _Leave(_Enter):
         return self.whole(output)
 
 
-class ColumnLinear(nn.Linear):
+class ColumnLinear(Linear):
     """Some of the output features, of an input that is equal on all ranks."""
 
     group: TensorGroup
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        return self.product(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
-class RowLinear(nn.Linear):
+class RowLinear(Linear):
     """All output features of some of the inputs, summed over the ranks; the bias is added once, to the sum."""
 
     group: TensorGroup
@@ -172,7 +172,7 @@ class RowLinear(nn.Linear):
     dtype: torch.dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, local(self.weight))
+        out = self.product(x, local(self.weight), None)
         out = scatter_sum(out, self.group) if self.sequence else sum_parts(out, self.group)
         if self.bias is None:
             return out

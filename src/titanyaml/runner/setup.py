@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titanyaml import data as text
+from titanyaml import float8
 from titanyaml.checkpoint import Checkpointer
 from titanyaml.config import degrees, dump
 from titanyaml.config.schema import Config
@@ -57,7 +58,7 @@ class Built:
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter under its name, in full precision: what a checkpoint holds."""
-        return {name: self.masters.get(name, p.detach()) for name, p in self.model.named_parameters()}
+        return {n: float8.plain(self.masters.get(n, p.detach())) for n, p in self.model.named_parameters()}
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -132,6 +132,7 @@ class Trainer:
         lr = lr_at(config.schedule, step=step, steps=config.train.steps, lr=config.optim.lr)
         with self.meter.training():
             result = self.train_step(batches, tokens=int(tokens), lr=lr)
+            pipeline.after_step(self.built.model, self.built.resolved)
         self.step = step
         self.data_state = self.batches.state()
         due = step == config.train.steps or (config.validation.interval and step % config.validation.interval == 0)

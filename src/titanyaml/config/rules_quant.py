@@ -1,0 +1,110 @@
+"""Rules of float8 training and of moments in few bits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from titanyaml import machine
+from titanyaml.config.ranks import degree
+from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
+from titanyaml.errors import Problem
+
+RULES: list[Rule] = []
+rule = into(RULES)
+
+#: CUDA compute capability of the devices in conf/hardware, and what multiplying in these formats takes.
+CAPABILITY = {"a100_80gb": 8.0, "h100_sxm": 9.0, "h100_500w": 9.0, "h200": 9.0, "b200": 10.0}
+FLOAT8_CAPABILITY, MX_CAPABILITY = 8.9, 10.0
+
+
+@rule("quant", "hardware.name")
+def device_multiplies_in_float8(c: Any) -> Problem | None:
+    """What is not known here (a GPU without a name) is asked of the device itself."""
+    recipe = c.quant.recipe
+    if recipe == "none" or c.quant.emulate:
+        return None
+    needed = MX_CAPABILITY if recipe == "mxfp8" else FLOAT8_CAPABILITY
+    found = CAPABILITY.get(c.hardware.name)
+    if machine.gpus() and (found is None or found >= needed):
+        return None
+    lack = f"hardware={c.hardware.name} has compute capability {found:g}" if found and found < needed else \
+        "this machine has no GPU"
+    return Problem("quant.recipe", f"is {recipe}, but {lack}", allowed=f"a GPU of compute capability {needed:g} or "
+                   "higher", hint="quant.emulate=true or quant=none")
+
+
+@rule("quant.recipe", "quant.fsdp_float8_all_gather")
+def float8_gather_has_one_scale(c: Any) -> Problem | None:
+    if not c.quant.fsdp_float8_all_gather or c.quant.recipe in ("none", "float8_tensorwise"):
+        return None
+    return Problem("quant.fsdp_float8_all_gather", f"is true with {c.quant.recipe}, which casts a weight along both of "
+                   "its sides: the gathered bytes would serve one of them", allowed="quant=float8_tensorwise",
+                   hint=f"{_no_gather(c)} or quant=float8_tensorwise")
+
+
+@rule("quant.fsdp_float8_all_gather", "parallel", "launch")
+def float8_gather_has_shards(c: Any) -> Problem | None:
+    if not c.quant.fsdp_float8_all_gather or (degree(c, "dp_shard"), degree(c, "cp")) != (1, 1):
+        return None
+    return Problem("quant.fsdp_float8_all_gather", "is true, but parallel.dp_shard is 1: nothing is gathered",
+                   allowed="parallel.dp_shard of 2 or more", hint=f"{_no_gather(c)} or parallel=fsdp2")
+
+
+def _no_gather(c: Any) -> str:
+    precompute = " quant.precompute_scale=false" if c.quant.precompute_scale else ""
+    return f"quant.fsdp_float8_all_gather=false{precompute}"
+
+
+@rule("quant.fsdp_float8_all_gather", "quant.force_recompute_weight")
+def gathered_float8_is_not_kept_twice(c: Any) -> Problem | None:
+    if not c.quant.fsdp_float8_all_gather or c.quant.force_recompute_weight:
+        return None
+    return Problem("quant.force_recompute_weight", "is false, but weights come in float8 from "
+                   "quant.fsdp_float8_all_gather: there is no copy to keep", allowed="true",
+                   hint=f"quant.force_recompute_weight=true or {_no_gather(c)}")
+
+
+@rule("quant.recipe", "train.compute_dtype")
+def float8_is_not_float64(c: Any) -> Problem | None:
+    if c.quant.recipe == "none" or c.train.compute_dtype != "float64":
+        return None
+    return Problem("quant.recipe", f"is {c.quant.recipe}, but train.compute_dtype is float64, which is for exact "
+                   "comparisons", allowed="none with float64", hint="quant=none or train.compute_dtype=auto")
+
+
+@rule("quant", "train.compute_dtype")
+def scales_per_row_take_bfloat16(c: Any) -> Problem | None:
+    recipe = c.quant.recipe
+    if recipe in ("none", "float8_tensorwise") or c.quant.emulate or c.train.compute_dtype != "float32":
+        return None
+    return Problem("train.compute_dtype", f"is float32, but a product in {recipe} comes out in bfloat16",
+                   allowed="bfloat16, or auto on a GPU", hint="train.compute_dtype=bfloat16 or quant=float8_tensorwise")
+
+
+@rule("quant.recipe", "train.local_batch", "train.seq_len", "model.max_seq_len", "parallel", "launch")
+def tokens_fill_float8_products(c: Any) -> Problem | None:
+    """The weight's gradient is a sum over tokens, a side of a product like any other."""
+    recipe = c.quant.recipe
+    if recipe in ("none", "float8_rowwise_with_gw_hp") or c.parallel.cp == 0:
+        return None
+    unit = (32 if recipe == "mxfp8" else 16) * (degree(c, "cp") or 1)
+    batch, seq_len = c.train.local_batch, c.train.seq_len
+    if batch * seq_len % unit == 0:
+        return None
+    lengths = multiples_around(seq_len, unit // math.gcd(unit, batch))
+    sizes = range(1, 2 * batch + unit)
+    hints = [ways("train.seq_len", [length for length in lengths if length <= c.model.max_seq_len]),
+             ways("train.local_batch", nearest_numbers(batch, [n for n in sizes if n * seq_len % unit == 0]))]
+    return Problem("train.seq_len", f"is {seq_len}; with train.local_batch={batch} that is {batch * seq_len} tokens a "
+                   f"forward, not a multiple of {unit}, as {recipe} needs them", allowed=f"local_batch * seq_len a "
+                   f"multiple of {unit}", hint=" or ".join(hint for hint in hints if hint))
+
+
+@rule("optim.name", "train.param_dtype")
+def narrow_moments_belong_to_float32(c: Any) -> Problem | None:
+    if c.optim.name == "adamw" or c.train.param_dtype == "float32":
+        return None
+    return Problem("optim.name", f"is {c.optim.name}, but train.param_dtype is {c.train.param_dtype}",
+                   allowed="adamw; the others with train.param_dtype=float32",
+                   hint="optim=adamw or train.param_dtype=float32 train.compute_dtype=auto train.reduce_dtype=float32")

@@ -1,0 +1,168 @@
+"""Matrix products in float8 and MX, by torchao: the only file that imports it, and only where a recipe is on.
+
+torchao's training functions are not a public interface: this file is checked with torchao 0.17 and 0.18, and says so
+where an import fails. Its import takes seconds and prints about extensions that these products do not use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanyaml.dist import compat
+from titanyaml.errors import PipelineError
+
+CHECKED = "0.17 and 0.18"
+#: Loggers that speak while torchao is imported: extensions for other devices, enum classes that torch.compile knows.
+_NOISY = ("torchao", "torch.utils._pytree")
+
+
+class Float8Product:
+    """x @ weight^T (+ bias) with the operands of the three products of a step cast to float8.
+
+    Scales are those of the tensors that it is given, of a rank's shard where that is one. With scales per row the
+    result is then what one process computes, but for the rows that a split makes shorter; with one scale per tensor a
+    shard has a scale of its own, which is never coarser than that of the whole, and costs no communication.
+
+    Args:
+        recipe: ``float8_tensorwise``, ``float8_rowwise`` or ``float8_rowwise_with_gw_hp``.
+        emulate: cast as the recipe says, multiply in float32.
+        recast_weight: cast the weight again in the backward pass; else its float8 copy is kept for it.
+    """
+
+    def __init__(self, recipe: str, *, emulate: bool, recast_weight: bool = True) -> None:
+        ao = _import("torchao.float8")
+        linear, tensor = (_import(f"torchao.float8.{name}") for name in ("float8_linear", "float8_training_tensor"))
+        base = ao.Float8LinearConfig.from_recipe_name(recipe.removeprefix("float8_"))
+        self.config = dataclasses.replace(base, emulate=emulate)
+        gemms = (base.gemm_config_output, base.gemm_config_grad_input, base.gemm_config_grad_weight)
+        self.gemms = tensor.LinearMMConfig(
+            *(tensor.ScaledMMConfig(emulate, gemm.use_fast_accum, False, base.pad_inner_dim) for gemm in gemms)
+        )
+        self.recast_weight = recast_weight
+        self._multiply = linear.matmul_with_hp_or_float8_args.apply
+        self._cast = _import("torchao.float8.float8_scaling_utils").hp_tensor_to_float8_dynamic
+        self._role = tensor.GemmInputRole.WEIGHT
+        ao.convert_to_float8_training(nn.Module())  # nothing to convert; mends Inductor's float8 code where it must
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: [..., K]. weight: [N, K] in x's dtype, or already in float8 (gathered so by FSDP). bias: [N].
+
+        Returns:
+            [..., N] in x's dtype.
+        """
+        if not self.recast_weight:
+            weight = self._cast(weight, self._weight_dtype, self.gemms, gemm_input_role=self._role)
+        out = self._multiply(x, weight.t(), self.gemms, self.config)
+        return out if bias is None else out + bias
+
+    @property
+    def _weight_dtype(self) -> torch.dtype:
+        return self.config.cast_config_weight.target_dtype
+
+    def gathered(self, weight: nn.Parameter) -> nn.Parameter:
+        """The same weight as a parameter that FSDP casts to float8, with one scale, before it gathers it."""
+        wrapper = _import("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+        return nn.Parameter(wrapper(weight.detach(), self.gemms, self._weight_dtype), weight.requires_grad)
+
+
+class MXProduct:
+    """x @ weight^T (+ bias) with operands in mxfp8: e4m3 with one power-of-two scale per 32 numbers along the sum.
+
+    Args:
+        emulate: cast as the format says, multiply in high precision.
+    """
+
+    def __init__(self, *, emulate: bool) -> None:
+        try:
+            module = _import("torchao.prototype.moe_training.mxfp8_linear", quiet=emulate)  # 0.18
+        except PipelineError:
+            module = _import("torchao.prototype.mx_formats.mx_linear", quiet=emulate)  # 0.17
+        preference = _import("torchao.quantization.quantize_.common.kernel_preference").KernelPreference
+        self._multiply = module._to_mxfp8_then_scaled_mm
+        self._options = {
+            "kernel_preference": preference.EMULATED if emulate else preference.AUTO,
+            "scale_calculation_mode": module.ScaleCalculationMode.RCEIL,
+        }
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As ``Float8Product.__call__``."""
+        out = self._multiply(x, weight, **self._options)
+        return out if bias is None else out + bias
+
+
+@torch.no_grad()
+def precompute_scales(weights: list[Tensor]) -> None:
+    """Compute the scales of all weights that FSDP gathers in float8 with one reduction, for their next gatherings.
+
+    Args:
+        weights: DTensors made by ``Float8Product.gathered`` and sharded by FSDP.
+    """
+    mesh = weights[0].device_mesh
+    [shards] = [i for i, name in enumerate(mesh.mesh_dim_names) if name not in ("dp_replicate", "tp")]
+    inner = [compat.shard_itself(weight) for weight in weights]
+    amax = torch.stack([shard.abs().max() if shard.numel() else shard.new_zeros(()) for shard in map(plain, inner)])
+    amax = compat.all_reduce(amax, "max", mesh.get_group(shards).group_name)
+    to_scale = _import("torchao.float8.float8_utils").amax_to_scale
+    for shard, scale in zip(inner, to_scale(amax, inner[0]._dtype), strict=True):
+        shard._precomputed_scale = scale
+
+
+def is_gathered_in_float8(tensor: Tensor) -> bool:
+    """Whether a parameter was made by ``Float8Product.gathered``; of a DTensor, its shard."""
+    return hasattr(tensor.to_local() if isinstance(tensor, DTensor) else tensor, "fsdp_pre_all_gather")
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The high-precision tensor inside a weight that is gathered in float8, sharing memory; any other as it is."""
+    if not is_gathered_in_float8(tensor):
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return tensor._tensor
+    return DTensor.from_local(
+        tensor.to_local()._tensor, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _import(name: str, *, quiet: bool = True) -> Any:
+    """A module of torchao.
+
+    Raises:
+        PipelineError: torchao is missing, or another version than this file knows.
+    """
+    try:
+        with _silence() if quiet else nullcontext():
+            return importlib.import_module(name)
+    except ImportError as error:
+        try:
+            found = f"torchao {metadata.version('torchao')} is installed; {CHECKED} are known to work"
+        except metadata.PackageNotFoundError:
+            found = "torchao is not installed"
+        raise PipelineError(f"cannot import {name}: {error}; {found}", key="quant.recipe",
+                            hint="pip install torchao==0.18.0, or quant=none") from error
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Only errors of the loggers that speak while torchao is imported."""
+    before = {name: logging.getLogger(name).level for name in _NOISY}
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,0 +1,164 @@
+"""Float8 training: the linear layers multiply in float8, by torchao; weights and optimizer stay in high precision.
+
+A layer keeps its class, its parameters and their names; only its ``product`` is another one. So tensor parallelism
+splits it as it splits any, and calls the same product on local shards.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+import torch
+from torch import nn
+
+from titanyaml import float8
+from titanyaml.errors import PipelineError, Problem
+from titanyaml.models.layers import Linear
+from titanyaml.pipeline.protocol import Change, Context, dtype_name
+
+#: Sides of a product are multiples of this: what the float8 GEMM takes; mxfp8 has one scale per 32 numbers.
+ALIGNMENT = {"float8_tensorwise": 16, "float8_rowwise": 16, "float8_rowwise_with_gw_hp": 16, "mxfp8": 32}
+
+
+class Quantize:
+    """Convert the linear layers of the model. The head is none: the loss uses its weight itself.
+
+    Args:
+        recipe: ``float8_tensorwise``: one scale a tensor, gradients in e5m2. ``float8_rowwise``: one power-of-two scale
+            a row, all in e4m3. ``float8_rowwise_with_gw_hp``: the same, with the weight's gradient in high precision.
+            ``mxfp8``: e4m3 with one scale per 32 numbers. ``none``.
+        fsdp_float8_all_gather: FSDP casts weights before it gathers them (``float8_tensorwise``).
+        precompute_scale: their scales come from one reduction after each optimizer step, not from one a weight.
+        force_recompute_weight: no float8 copy of a weight is kept from the forward to the backward pass.
+        filter_fqns: parts of the names of layers that stay in high precision.
+        auto_filter_small_kn: leave layers alone whose float8 product is likely to be no faster.
+        emulate: cast as the recipe says, multiply in high precision: for devices without float8.
+    """
+
+    stage = "quant"
+
+    def __init__(
+        self, *, recipe: str, fsdp_float8_all_gather: bool = False, precompute_scale: bool = False,
+        force_recompute_weight: bool = True, filter_fqns: list[str] | None = None, auto_filter_small_kn: bool = False,
+        emulate: bool = False,
+    ) -> None:
+        self.recipe, self.emulate = recipe, emulate
+        self.gathers, self.precomputes = fsdp_float8_all_gather, precompute_scale
+        self.recasts = force_recompute_weight
+        self.kept, self.filters_small = list(filter_fqns or []), auto_filter_small_kn
+
+    def reason_off(self, ctx: Context) -> str:
+        """Off where the recipe is none."""
+        return "quant.recipe is none" if self.recipe == "none" else ""
+
+    def check(self, ctx: Context) -> list[Problem]:
+        """The device multiplies in the recipe's format. What needs no device is in the rule table."""
+        problems = []
+        if self.recipe not in ALIGNMENT:
+            problems.append(Problem("quant.recipe", f"is {self.recipe!r}", allowed=", ".join(["none", *ALIGNMENT])))
+        elif not self.emulate and (lack := _lack(self.recipe, ctx.device)):
+            problems.append(Problem("quant.recipe", f"is {self.recipe}, but {lack}",
+                                    hint="quant.emulate=true (for tests: it is slow), or quant=none"))
+        if not self.recasts and "compile" in ctx.active:
+            problems.append(Problem(
+                "quant.force_recompute_weight", "is false, but a compiled graph casts each weight again in any case",
+                hint="quant.force_recompute_weight=true or compile=none",
+            ))
+        return problems
+
+    def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
+        """Give the layers their new product.
+
+        Raises:
+            PipelineError: no layer is left to convert, or an entry of ``filter_fqns`` names nothing.
+        """
+        skipped = self._skipped(model, ctx)
+        layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in skipped}
+        skipped[ctx.facts.head] = "the head stays in high precision: the loss uses its weight itself"
+        if not layers:
+            reasons = Change("", [], skipped).left_alone()
+            raise PipelineError(
+                f"{self.recipe} was asked for, and no layer can be converted: {'; '.join(reasons)}", key="quant.recipe",
+                hint="quant=none, or fewer exceptions (quant.filter_fqns, quant.auto_filter_small_kn)",
+            )
+        if self.recipe == "mxfp8":
+            product = float8.MXProduct(emulate=self.emulate)
+        else:
+            product = float8.Float8Product(self.recipe, emulate=self.emulate, recast_weight=self.recasts)
+        for layer in layers.values():  # one product for all: equal blocks then share one compiled graph
+            layer.product = product
+            if self.gathers:
+                layer.weight = product.gathered(layer.weight)
+        return model, Change(self._summary(len(layers), ctx), list(layers), skipped)
+
+    def _skipped(self, model: nn.Module, ctx: Context) -> dict[str, str]:
+        """Linear layers that stay as they are, and why."""
+        names = [name for name, _ in model.named_modules()]
+        for part in self.kept:
+            if not any(part in name for name in names):
+                near = difflib.get_close_matches(part, [n.rpartition(".")[2] for n in names], n=1, cutoff=0)
+                raise PipelineError(f"{part!r} is in no layer's name", key="quant.filter_fqns",
+                                    hint=f"nearest: {near[0]}" if near else "")
+        skipped = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and (reason := self._reason(name, module, ctx)):
+                skipped[name] = reason
+        return skipped
+
+    def _reason(self, name: str, layer: nn.Linear, ctx: Context) -> str:
+        if type(layer) is not Linear:
+            return f"a {type(layer).__name__}, not the model's own Linear: its product cannot be exchanged"
+        if part := next((part for part in self.kept if part in name), ""):
+            return f"quant.filter_fqns has {part!r}"
+        n, k = local_shape(name, layer, ctx)
+        shards = f" on each of {ctx.dims.tp} tp ranks" if ctx.dims.tp > 1 else ""
+        unit = ALIGNMENT[self.recipe]
+        if n % unit or k % unit:
+            return f"{n} x {k}{shards}: not both are multiples of {unit}"
+        if self.filters_small and _is_small(self.recipe, n, k):
+            return f"{n} x {k}{shards}: quant.auto_filter_small_kn finds it too small to gain"
+        return ""
+
+    def _summary(self, count: int, ctx: Context) -> str:
+        parts = [f"{count} linear layers multiply in {self.recipe}"]
+        if self.emulate:
+            parts.append("emulated: cast to float8, multiplied in high precision")
+        elif "compile" not in ctx.active:
+            parts.append("not compiled: unfused casts usually cost more than float8 gains")
+        if self.gathers:
+            parts.append("FSDP gathers them in float8" + (", scales precomputed" if self.precomputes else ""))
+        return "; ".join([*parts, f"weights stay {dtype_name(ctx.param_dtype)}"])
+
+    def after_step(self, model: nn.Module) -> None:
+        """Refresh the scales of weights that are gathered in float8."""
+        if self.precomputes:
+            float8.precompute_scales([p for p in model.parameters() if float8.is_gathered_in_float8(p)])
+
+
+def local_shape(name: str, layer: nn.Linear, ctx: Context) -> tuple[int, int]:
+    """(N, K) of the weight that a rank multiplies with. FSDP shards do not count: weights are whole when used."""
+    n, k = layer.out_features, layer.in_features
+    layout, tp = ctx.facts.layout, ctx.dims.tp
+    inner = next((name[len(block) + 1 :] for block in ctx.facts.blocks if name.startswith(f"{block}.")), "")
+    if inner in layout.column:
+        return n // tp, k
+    return (n, k // tp) if inner in layout.row else (n, k)
+
+
+def _is_small(recipe: str, n: int, k: int) -> bool:
+    """Whether the casts are likely to cost what the product gains (torchao's measurements on H100, by recipe)."""
+    if recipe == "float8_tensorwise":
+        return n <= 1024 and k <= 4096
+    return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
+
+
+def _lack(recipe: str, device: torch.device) -> str:
+    """What the device lacks for the recipe, in words; empty where nothing."""
+    needed = (10, 0) if recipe == "mxfp8" else (8, 9)
+    if device.type != "cuda":
+        return f"a {device.type} has no fast float8 products"
+    found = torch.cuda.get_device_capability(device)
+    if found >= needed:
+        return ""
+    have, want = (".".join(map(str, version)) for version in (found, needed))
+    return f"the GPU has compute capability {have}; it needs {want} or higher"
