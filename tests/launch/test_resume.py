@@ -38,7 +38,7 @@ def test_how_far_how_often_and_where_may_change(compose: Compose, begun: RunDir)
     assert {"train.steps", "train.log_every", "checkpoint.interval", "ac.mode", "pipeline.plugins.ac.mode"} <= found
 
 
-@pytest.mark.parametrize("override", ["optim.lr=1", "run.seed=1", "train.seq_len=8", "model.dim=64", "run.name=other"])
+@pytest.mark.parametrize("override", ["optim.lr=1", "run.seed=1", "model.dim=64", "run.name=other"])
 def test_mathematics_may_not(compose: Compose, begun: RunDir, override: str) -> None:
     with pytest.raises(ConfigError) as refused:
         changes(compose, begun, override, "train.steps=20")
@@ -46,6 +46,23 @@ def test_mathematics_may_not(compose: Compose, begun: RunDir, override: str) -> 
     assert [problem.key for problem in refused.value.problems if problem.key == key] == [key]
     assert "train.steps" not in [problem.key for problem in refused.value.problems]
     assert f"checkpoint.accept_changes=[{key}" in str(refused.value)
+
+
+def test_a_position_in_the_data_counts_sequences_of_one_length(compose: Compose, begun: RunDir) -> None:
+    for accepted in ("", "checkpoint.accept_changes=[train.seq_len]"):
+        with pytest.raises(ConfigError, match="train.seq_len: is 8") as refused:
+            changes(compose, begun, "train.seq_len=8", *filter(None, [accepted]))
+        assert "accept_changes" not in refused.value.problems[0].hint
+
+
+def test_what_a_checkpoint_brings_is_not_typed(compose: Compose) -> None:
+    config = dump.to_dataclass(compose("runner=eval", "runner.checkpoint=outputs/a"))
+    with pytest.raises(ConfigError) as refused:
+        resume.refuse_what_the_checkpoint_brings(config, ["model.dim=64", "tokenizer=bytes", "data=files"])
+    assert [(p.key, p.hint) for p in refused.value.problems] == [
+        ("model.dim", "leave out model.dim=64"), ("tokenizer", "leave out tokenizer=bytes")
+    ]
+    resume.refuse_what_the_checkpoint_brings(config, ["data=files"])
 
 
 def test_unless_it_is_accepted_by_name(compose: Compose, begun: RunDir) -> None:

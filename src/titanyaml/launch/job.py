@@ -72,6 +72,7 @@ def open_job(cfg: DictConfig, folder: Path, *, ranks: int, typed: Typed) -> Job:
     run = RunDir(folder)
     config, text = dump.to_dataclass(cfg), dump.to_yaml(cfg)
     batch = global_batch(config, ranks)
+    resume.refuse_what_the_checkpoint_brings(config, typed.overrides)
     run.claim()
     try:
         changes = resume.accept(cfg, config, run, global_batch=batch)

@@ -23,6 +23,10 @@ FREE = (
     "compile.cache_dir", "pipeline.plugins.compile.cache_dir",
     "parallel.fsdp_reshard_after_forward", "pipeline.plugins.fsdp.reshard_after_forward",
 )
+#: Keys that a saved position in the data depends on: nothing can accept another value.
+FIXED = ("train.seq_len",)
+#: Groups that a checkpoint brings along for the runners that read one.
+BROUGHT = ("model", "tokenizer")
 #: Keys that may differ where the sequences of a step stay equally many.
 FREE_WITH_EQUAL_BATCH = ("parallel", "train.local_batch", "train.global_batch")
 
@@ -52,22 +56,42 @@ def accept(cfg: DictConfig, config: Config, run: RunDir, *, global_batch: int) -
         return {}
     changes = dump.changed(cfg, path)
     accepted = config.checkpoint.accept_changes
+    free = [*FREE, *FREE_WITH_EQUAL_BATCH, *accepted]
     refused = {
         key: (f"is {new!r}, but {run.path} was begun with {old!r}", f"{key}={old}")
-        for key, (old, new) in changes.items() if not under(key, [*FREE, *FREE_WITH_EQUAL_BATCH, *accepted])
+        for key, (old, new) in changes.items() if under(key, FIXED) or not under(key, free)
     }
     begun_with = run.status().get("global_batch", global_batch)
     if begun_with != global_batch and not under("train.global_batch", accepted):
         # told by what matters, whichever of the batch and mesh keys it came from
         words = f"a step would see {global_batch} sequences, but {run.path} was begun with {begun_with}"
         refused["train.global_batch"] = words, f"train.global_batch={begun_with} (on any mesh)"
-    accept = f"'checkpoint.accept_changes=[{','.join([*accepted, *refused])}]'"
+    acceptable = [*accepted, *(key for key in refused if not under(key, FIXED))]
+    accept = f", or 'checkpoint.accept_changes=[{','.join(acceptable)}]'"
     problems = [
-        Problem(key, words, hint=f"{way_out}, another run.id, or {accept}") for key, (words, way_out) in refused.items()
+        Problem(key, words, hint=f"{way_out}, another run.id{'' if under(key, FIXED) else accept}")
+        for key, (words, way_out) in refused.items()
     ]
     if problems:
         raise ConfigError(problems)
     return changes
+
+
+def refuse_what_the_checkpoint_brings(config: Config, overrides: list[str]) -> None:
+    """``runner=eval`` and ``sample`` take model and tokenizer from ``runner.checkpoint``.
+
+    Raises:
+        ConfigError: one of them was typed; all that were, by the keys as they were typed.
+    """
+    if config.runner.checkpoint is None:
+        return
+    typed = {text.lstrip("+~").split("=", 1)[0].split("@")[0]: text for text in overrides}
+    problems = [
+        Problem(key, f"is fixed by the checkpoint {config.runner.checkpoint}", hint=f"leave out {text}")
+        for key, text in typed.items() if under(key, BROUGHT)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def is_finished(run: RunDir, changes: dict[str, tuple[Any, Any]], *, steps: int) -> bool:

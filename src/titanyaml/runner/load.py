@@ -11,15 +11,12 @@ import yaml
 from titanyaml.config import dump
 from titanyaml.config.schema import Config
 from titanyaml.dist.env import Env
-from titanyaml.errors import CheckpointError, ConfigError
+from titanyaml.errors import CheckpointError
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 
 if TYPE_CHECKING:
     from titanyaml.runner.setup import Built
-
-#: Groups that belong to the checkpoint: typing one beside runner.checkpoint would be ignored, hence refused.
-FROZEN = ("model", "tokenizer")
 
 
 def adopt_trained(config: Config, run: RunDir) -> tuple[Config, Path]:
@@ -27,7 +24,6 @@ def adopt_trained(config: Config, run: RunDir) -> tuple[Config, Path]:
 
     Raises:
         CheckpointError: there is no run or checkpoint at ``runner.checkpoint``.
-        ConfigError: a group that the checkpoint fixes was typed.
     """
     checkpoint = Path(config.runner.checkpoint)
     home = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
@@ -38,10 +34,7 @@ def adopt_trained(config: Config, run: RunDir) -> tuple[Config, Path]:
         )
     trained = dump.load(home / "config.yaml", run_id=home.name, run_dir=str(home))
     typed = typed_groups(run)
-    for group in FROZEN:
-        if group in typed:
-            raise ConfigError(f"is fixed by the checkpoint {checkpoint}", key=group, hint=f"leave out {group}")
-    kept = {group: getattr(trained, group) for group in FROZEN}
+    kept = {group: getattr(trained, group) for group in ("model", "tokenizer")}
     if "data" not in typed:
         kept["data"] = trained.data
     train = dataclasses.replace(
