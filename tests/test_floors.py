@@ -11,7 +11,7 @@ SRC = Path(__file__).parents[1] / "src" / "titanyaml"
 
 #: docs/architecture.md draws the same table. A room is a folder or a file of src/titanyaml.
 FLOORS = {
-    "__init__": 0, "errors": 0, "machine": 0,
+    "__init__": 0, "errors": 0, "machine": 0, "pipeline_schedule": 0,
     "config": 1, "rundir": 1, "arguments": 1,
     "dist": 2,
     "tokenizer": 3, "kernels": 3, "float8": 3,
@@ -24,7 +24,7 @@ FLOORS = {
     "launch": 9, "sweep": 9,
     "cli": 10, "__main__": 11,
 }
-NO_TORCH = ("errors", "machine", "config", "rundir", "sweep", "cli", "__main__")
+NO_TORCH = ("errors", "machine", "pipeline_schedule", "config", "rundir", "sweep", "cli", "__main__")
 
 
 def modules() -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from importlib import util
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,8 @@ from titanyaml.config import rules, rules_data
 from titanyaml.config.view import Unknown, View
 
 BYTES = ["tokenizer=bytes", "tracker=none"]
+
+SCHEDULE = f"parallel.pp_schedule_csv={Path(__file__).with_name('schedule.csv')}"  # 2 ranks, 2 microbatches
 
 #: rule: (overrides that break it, what it says).
 CASES = {
@@ -23,7 +26,7 @@ CASES = {
     "recompute_reaches_a_block": (["ac=selective_layer", "ac.every=5"], "is 5, but the model has 4 blocks"),
     "budget_needs_the_compiler": (["ac=memory_budget", "compile=none"], "compile.mode=none compiles nothing here"),
     "degrees_are_sizes": (["parallel=single", "parallel.dp_shard=0"], "is 0"),
-    "axes_are_built": (["parallel=fsdp2_tp2_pp2"], "pp=2: not built yet"),
+    "axes_are_built": (["parallel=fsdp2_tp2_ep2"], "ep=2: not built yet"),
     "tensor_ranks_split_something": (["parallel=tp2", "++pipeline.plugins.tp._target_=null"],
                                      "is off, but 2 ranks are to share every matrix"),
     "tensor_ranks_share_heads": (["parallel=tp4", "model.num_heads=6", "model.num_kv_heads=2"],
@@ -81,6 +84,30 @@ CASES = {
         ["optim=adamw_8bit", "train.param_dtype=float64", "train.compute_dtype=float64", "train.reduce_dtype=float64"],
         "is adamw_8bit, but train.param_dtype is float64",
     ),
+    "pipeline_keys_are_read": (["parallel=single", "parallel.pp_schedule=GPipe", "parallel.pp_stages=[2,2]"],
+                               "is GPipe, but nothing reads it: parallel.pp is 1"),
+    "pipeline_keys_agree": (["parallel=pp2", SCHEDULE, "parallel.pp_schedule=GPipe"],
+                            "is GPipe, but nothing reads it: parallel.pp_schedule_csv is given"),
+    "pipeline_ranks_split_something": (["parallel=pp2", "++pipeline.plugins.pp._target_=null"],
+                                       "is off, but 2 ranks are to share the layers"),
+    "pipeline_stages_fit_schedule": (["parallel=pp2", "parallel.pp_stages_per_rank=2"], "is 2, which 1F1B cannot run"),
+    "pipeline_stages_have_layers": (["parallel=pp3", "parallel.pp_schedule=ZBVZeroBubble"],
+                                    "is 4, fewer than the 6 stages of 3 pipeline ranks"),
+    "pipeline_stages_share_the_layers": (["parallel=pp2", "parallel.pp_stages=[1,2]"],
+                                         "is [1,2]: the stages have 3 layers, the model 4"),
+    "pipeline_is_full": (["parallel=fsdp2_pp4", "train.local_batch=2", "train.global_batch=12"],
+                         "is 12: 3 microbatches of 4 sequences do not fill 1F1B on 4 ranks"),
+    "pipeline_file_has_the_microbatches": (["parallel=pp2", SCHEDULE, "train.local_batch=2", "train.global_batch=8"],
+                                           "is 8, which is 4 microbatches"),
+    "pipeline_file_comes_to_its_end": (["parallel=pp2", "parallel.pp_schedule_csv=no/such.csv"],
+                                       "no/such.csv: cannot be read: No such file"),
+    "pipeline_ends_share_a_weight": (["parallel=fsdp2_pp2", "parallel.pp_schedule=DualPipeV",
+                                      "model.tie_embeddings=true"], "DualPipeV has the first and the last stage"),
+    "compiled_blocks_have_one_backward": (["parallel=pp2", "parallel.pp_schedule=DualPipeV", "compile=block"],
+                                          "is 'block', but the schedule runs each backward in two parts"),
+    "stages_are_gathered_whole": (["parallel=fsdp2_pp2", "parallel.fsdp_prefetch=1"], "is 1, but a pipeline gathers"),
+    "kept_products_are_used_once": (["parallel=pp2", "parallel.pp_schedule=ZBVZeroBubble", "ac=selective_op"],
+                                    "is selective_op, which keeps results for one backward"),
     "one_degree_is_derived": (["parallel=auto", "parallel.dp_replicate=-1"], "dp_replicate and dp_shard are -1"),
     "mesh_fits_ranks": (["parallel=fsdp4", "launch.nproc=3"], "the mesh needs 4 ranks, but 3 are started"),
     "global_batch_is_whole": (["parallel=hsdp2x2", "train.local_batch=3", "train.global_batch=30"],
@@ -238,6 +265,38 @@ def test_async_tp_is_compiled_where_a_gpu_is_or_a_mode_is_given(ask, monkeypatch
     assert ask("async_tp_is_compiled", [*overrides, "compile=none"]).message.startswith("is none; async tensor")
     monkeypatch.setattr(machine, "gpus", lambda: ["0", "1"])
     assert ask("async_tp_is_compiled", overrides) is None
+
+
+@pytest.mark.parametrize(("overrides", "hint"), [
+    (["parallel=pp4", "parallel.pp_schedule=ZBVZeroBubble", "train.global_batch=16"], "train.global_batch=28"),
+    (["parallel=pp2", "parallel.pp_schedule=Interleaved1F1B", "train.global_batch=28"],
+     "train.global_batch=24 or train.global_batch=32"),
+    (["parallel=single", "parallel.pp=-1", "launch.nproc=3", "train.global_batch=8"], "train.global_batch=12"),
+])
+def test_smallest_batch_that_fills_the_pipe(ask, overrides: list[str], hint: str) -> None:
+    assert ask("pipeline_is_full", overrides).hint == hint
+
+
+@pytest.mark.parametrize(("rows", "problem"), [
+    ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1", "row 2 (rank 1): the backward 1B1 (or 1I1 and 1W1) is missing"),
+    ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1,1F1", "row 2 (rank 1), column 3: 1B1 comes before 1F1"),
+    ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "row 1 (rank 0), column 2: deadlock: 0B0 waits for 1B0"),
+    ("0F0,0B0\n1F0,1C0", "row 2 (rank 1), column 2: '1C0' is no action"),
+])
+def test_a_broken_schedule_is_refused_before_a_rank_starts(report, tmp_path, rows: str, problem: str) -> None:
+    (tmp_path / "broken.csv").write_text(rows)
+    found, = report(*BYTES, "parallel=pp2", f"parallel.pp_schedule_csv={tmp_path}/broken.csv").problems
+    assert found.key == "parallel.pp_schedule_csv"
+    assert problem in found.message
+
+
+def test_a_schedule_brings_its_microbatches(compose) -> None:
+    from titanyaml.config import dump
+    from titanyaml.config.degrees import global_batch, resolve_degrees
+
+    for overrides, expected in [([SCHEDULE], 8), (["parallel.pp_schedule=DualPipeV"], 16), ([], 8)]:
+        config = dump.to_dataclass(compose(*BYTES, "parallel=pp2", "train.local_batch=4", *overrides))
+        assert global_batch(config, resolve_degrees(config.parallel, world_size=2)) == expected
 
 
 def test_a_mesh_without_nproc_brings_its_own_ranks(ask) -> None:

@@ -54,7 +54,7 @@ def test_mesh_source_is_a_group_of_one_name(mesh) -> None:
     ("fsdp2_", ["fsdp2_ddp2"], "fsdp2_fsdp"),
     ("hsdp2x", ["hsdp2x2", "hsdp2x64"], "_"),
     ("hsdp2x2_", ["hsdp2x2_tp2"], "hsdp2x2_ddp"),
-    ("hsdp2x2_tp2_", ["hsdp2x2_tp2_cp2"], "hsdp2x2_tp2_tp"),
+    ("hsdp2x2_tp2_", ["hsdp2x2_tp2_cp2", "hsdp2x2_tp2_pp2"], "hsdp2x2_tp2_tp"),
 ])
 def test_completion_of_mesh_names(mesh, monkeypatch, typed: str, some: list[str], never: str) -> None:
     monkeypatch.setenv("COMP_LINE", f"titanyaml -m model=llama3_debug parallel={typed}")

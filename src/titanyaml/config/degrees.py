@@ -7,12 +7,14 @@ import re
 
 from titanyaml.config import schema
 from titanyaml.errors import ConfigError
+from titanyaml.pipeline_schedule import actions
+from titanyaml.pipeline_schedule.kinds import KINDS
 
 #: Axes whose product is the number of ranks, outermost first; ``ep`` reuses dp_shard*cp*tp.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 AXES = (*MESH_AXES, "ep")
 #: Axes that this version can run with a degree above 1.
-BUILT_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+BUILT_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 #: First letters of a part of a mesh name, and the axes that it sets.
 PARTS = {
@@ -52,9 +54,25 @@ def mesh_product(parallel: schema.Parallel) -> int | None:
     return None if -1 in sizes else math.prod(sizes)
 
 
-def global_batch(train: schema.Train, *, data_degree: int) -> int:
-    """Sequences per optimizer step over all ranks: ``train.global_batch``, or one forward of each data rank."""
-    return train.global_batch or train.local_batch * data_degree
+def global_batch(config: schema.Config, sizes: dict[str, int]) -> int:
+    """Sequences per optimizer step over all ranks: ``train.global_batch``, or one forward of each data rank.
+
+    A pipeline gets as many forwards as fill it, or as its file asks for.
+
+    Args:
+        sizes: the resolved degrees.
+    """
+    forwards = fewest_microbatches(config.parallel, sizes["pp"])
+    return config.train.global_batch or config.train.local_batch * sizes["dp_replicate"] * sizes["dp_shard"] * forwards
+
+
+def fewest_microbatches(parallel: schema.Parallel, ranks: int) -> int:
+    """Microbatches that keep each of ``ranks`` pipeline ranks busy once; those of a file are all that it can run."""
+    if ranks == 1:
+        return 1
+    if parallel.pp_schedule_csv is not None:
+        return actions.microbatches(actions.read(parallel.pp_schedule_csv))
+    return KINDS[parallel.pp_schedule].smallest(ranks)
 
 
 def resolve_degrees(parallel: schema.Parallel, *, world_size: int | None) -> dict[str, int]:

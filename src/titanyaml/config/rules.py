@@ -18,6 +18,7 @@ from titanyaml.config import (
     rules_measure,
     rules_mesh,
     rules_model,
+    rules_pipeline,
     rules_quant,
     rules_tensor,
 )
@@ -27,7 +28,7 @@ from titanyaml.errors import Problem
 
 RULES: tuple[Rule, ...] = (
     *rules_model.RULES, *rules_mesh.RULES, *rules_tensor.RULES, *rules_async_tp.RULES, *rules_context.RULES,
-    *rules_quant.RULES, *rules_loop.RULES, *rules_measure.RULES, *rules_data.RULES,
+    *rules_pipeline.RULES, *rules_quant.RULES, *rules_loop.RULES, *rules_measure.RULES, *rules_data.RULES,
 )
 
 

@@ -30,7 +30,7 @@ def axes_are_built(c: Any) -> Problem | None:
         return None
     spelled = ", ".join(f"{axis}={getattr(c.parallel, axis)}" for axis in missing)
     return Problem(f"parallel.{missing[0]}", f"{spelled}: not built yet; this version has "
-                   f"{', '.join(BUILT_AXES)} (ddpN, fsdpN, hsdpRxS, cpN, tpN)", allowed="1",
+                   f"{', '.join(BUILT_AXES)} (ddpN, fsdpN, hsdpRxS, cpN, tpN, ppN)", allowed="1",
                    hint=" ".join(f"parallel.{axis}=1" for axis in missing))
 
 
@@ -85,9 +85,9 @@ def global_batch_is_whole(c: Any) -> Problem | None:
 def data_ranks_share_gradients(c: Any) -> Problem | None:
     """Without a plugin that sums gradients each rank would silently train a model of its own."""
     nodes = c.pipeline.plugins
-    others = ("quant", "ac", "async_tp", "compile", "tp", "cp")
+    others = ("pp", "quant", "ac", "async_tp", "compile", "tp", "cp")
     on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
-    ranks = (world_size(c) or 1) // max(degree(c, "tp") or 1, 1)
+    ranks = (world_size(c) or 1) // max((degree(c, "tp") or 1) * (degree(c, "pp") or 1), 1)
     if on or ranks <= 1:
         return None
     return Problem("pipeline.plugins.fsdp", f"is off, but {ranks} ranks share the data: nothing would sum their "

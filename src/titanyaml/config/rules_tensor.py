@@ -31,7 +31,7 @@ def _divides(c: Any, key: str, size: int) -> Problem | None:
 def tensor_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that splits the model all tp ranks would silently do the same work."""
     nodes, tp = c.pipeline.plugins, degree(c, "tp")
-    others = ("quant", "ac", "async_tp", "compile", "fsdp", "cp")
+    others = ("pp", "quant", "ac", "async_tp", "compile", "fsdp", "cp")
     on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
     if on or tp is None or tp < 2:
         return None

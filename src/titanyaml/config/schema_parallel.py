@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titanyaml.config.keys import MAX_RANKS, key
+from titanyaml.pipeline_schedule.kinds import KINDS
 
 
 @dataclass
@@ -33,4 +34,20 @@ class Parallel:
     )
     tp_sequence_parallel: bool = key(
         True, "tp ranks hold a slice of the sequence between the split matrices; false: the whole of it"
+    )
+    pp_schedule: str = key("1F1B", "order of forwards and backwards on the pipeline's ranks", choices=list(KINDS))
+    pp_schedule_csv: str | None = key(
+        None, "file with a schedule of your own in place of pp_schedule: a row a rank, cells such as 0F0, 1B3, 1I3, 1W3"
+    )
+    pp_stages_per_rank: int | None = key(
+        None, "stages on a rank; null: 2 for schedules with several, else 1; a file brings its own", low=1
+    )
+    pp_stages: list[str] = key(
+        [], "layers of each stage, or the first layer of each (layers.0, ...); empty: stages of balanced cost"
+    )
+    pp_first_stage_less_layers: int | None = key(
+        None, "layers by which the first stage falls short of an even share; null: by cost", low=0
+    )
+    pp_last_stage_less_layers: int | None = key(
+        None, "layers by which the last stage falls short of an even share; null: by cost", low=0
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 #: Where inductor keeps what it builds.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -287,3 +289,47 @@ def attention_backward(
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
     )
+
+
+def schedule_rows(name: str, *, owners: Sequence[int], microbatches: int) -> list[list[str]]:
+    """The computations of torch's pipeline schedule ``name``, as the cells of its CSV file: a row a rank.
+
+    Args:
+        owners: the rank of each stage.
+    """
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+    # a schedule is a pure function of these numbers; stages with a model and a process group are not needed for it
+    numbers = {"num_stages": len(owners), "group_size": max(owners) + 1, "group_rank": 0, "submod": None}
+    stages = [SimpleNamespace(stage_index=stage, **numbers) for stage, owner in enumerate(owners) if owner == 0]
+    kind = get_schedule_class(name)
+    schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, microbatches, loss_fn=abs)
+    order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
+    return [["" if action is None else str(action) for action in order[rank] if not str(action).endswith("REDUCE_GRAD")]
+            for rank in range(max(owners) + 1)]
+
+
+def schedule_from_file(path: str, stages: list[Any], *, microbatches: int, loss_fn: Callable[..., Tensor]) -> Any:
+    """A pipeline schedule that runs the computations in a CSV file, with the transfers that they need."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss_fn, scale_grads=False)
+    schedule._load_csv(path, format="compute_only")
+    return schedule
+
+
+def collect_gradients(module: nn.Module) -> None:
+    """Do for gradients that were written to ``.grad`` what autograd's hooks do for those that it accumulates itself.
+
+    A backward by weight alone writes them so: neither does a hook see them, nor does FSDP add them up in its own dtype.
+    """
+    for parameter in module.parameters():
+        for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+            if parameter.grad is not None:
+                hook(parameter)
+    for inner in module.modules():
+        state = inner._get_fsdp_state() if isinstance(inner, FSDPModule) else None
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()

@@ -75,9 +75,9 @@ class ParallelDims:
         return mesh.get_local_rank("dp_replicate") * self.dp_shard + mesh.get_local_rank("dp_shard")
 
     def adds_loss(self, mesh: DeviceMesh | None) -> bool:
-        """Whether this rank's loss is added up: of tp peers, who hold the same, the first's is."""
-        return mesh is None or mesh.get_local_rank("tp") == 0
+        """Whether this rank's loss is added up: of tp and pp peers, who know the same, the first's is."""
+        return mesh is None or mesh.get_local_rank("tp") == mesh.get_local_rank("pp") == 0
 
     def counts_batch(self, mesh: DeviceMesh | None) -> bool:
-        """Whether the tokens of this rank's batch are counted: its cp and tp peers read the same batch."""
-        return mesh is None or (mesh.get_local_rank("cp") == 0 and mesh.get_local_rank("tp") == 0)
+        """Whether the tokens of this rank's batch are counted: its cp, tp and pp peers read the same batch."""
+        return self.adds_loss(mesh) and (mesh is None or mesh.get_local_rank("cp") == 0)

@@ -22,7 +22,8 @@ _Place = tuple[DeviceMesh | None, tuple[int, ...]]
 
 @torch.no_grad()
 def grad_norm(
-    tensors: Iterable[Tensor], *, grads: Mapping[nn.Parameter, Tensor] | None = None, norm_type: float = 2.0
+    tensors: Iterable[Tensor], *, grads: Mapping[nn.Parameter, Tensor] | None = None, norm_type: float = 2.0,
+    stages: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Norm of all gradients as one vector.
 
@@ -35,9 +36,11 @@ def grad_norm(
         grads: gradients by parameter, where they are not in ``.grad``.
         norm_type: 2.0, or ``inf`` for the largest absolute value (a NaN then counts as infinite, because a maximum
             over ranks may lose it).
+        stages: ranks that hold other parameters each (pipeline stages), over which is summed at the end.
 
     Returns:
-        0-dim, float64 if any gradient is, else float32; bit-equal on all ranks of a mesh. 0 without gradients.
+        0-dim, float64 if any gradient is, else float32; bit-equal on all ranks of a mesh and of ``stages``. 0 without
+        gradients.
     """
     assert norm_type in (2.0, float("inf")), norm_type
     places: dict[_Place, list[Tensor]] = defaultdict(list)
@@ -51,6 +54,8 @@ def grad_norm(
     for place, locals_ in places.items():
         part = _reduce(_local_norm(locals_, norm_type, dtype, device), place, norm_type)
         total = torch.maximum(total, part) if norm_type != 2.0 else torch.hypot(total, part)
+    if stages is not None:
+        total = _over([stages], total, norm_type)
     return total.to(dtype)
 
 
@@ -114,12 +119,17 @@ def _pieces(shard: Tensor) -> Iterable[Tensor]:
 def _reduce(norm: Tensor, place: _Place, norm_type: float) -> Tensor:
     """Norm over the shards of all ranks."""
     mesh, axes = place
+    return _over([mesh.get_group(axis) for axis in axes], norm, norm_type)
+
+
+def _over(groups: list[dist.ProcessGroup], norm: Tensor, norm_type: float) -> Tensor:
+    """Norm over the ranks of groups, each of which hold different elements."""
     if norm_type != 2.0:
         norm = norm.nan_to_num(nan=float("inf"), posinf=float("inf"))
-        for axis in axes:
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        for group in groups:
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
         return norm
     power = norm.square()
-    for axis in axes:
-        dist.all_reduce(power, group=mesh.get_group(axis))
+    for group in groups:
+        dist.all_reduce(power, group=group)
     return power.sqrt()

@@ -56,8 +56,7 @@ def global_batch(config: Config, ranks: int | None) -> int:
     Raises:
         ConfigError: no mesh of this many ranks satisfies ``parallel``.
     """
-    sizes = degrees.resolve_degrees(config.parallel, world_size=ranks)
-    return degrees.global_batch(config.train, data_degree=sizes["dp_replicate"] * sizes["dp_shard"])
+    return degrees.global_batch(config, degrees.resolve_degrees(config.parallel, world_size=ranks))
 
 
 def open_job(cfg: DictConfig, folder: Path, *, ranks: int, typed: Typed) -> Job:

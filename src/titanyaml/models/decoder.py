@@ -7,7 +7,8 @@ K key/value heads, T attended positions, H head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,8 @@ class Decoder(nn.Module):
         ConfigError: heads or channels do not divide.
     """
 
+    embeds = heads = True  # a part may lack either end
+
     def __init__(self, spec: Model) -> None:
         super().__init__()
         self.spec = spec
@@ -78,10 +81,35 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(spec.dim, eps=spec.norm_eps)
         # Tied: there is no second parameter that could come untied; the embedding's weight is read twice.
         self.output = None if spec.tie_embeddings else OutputProjection(spec.dim, vocab_size=spec.vocab_size)
+        self._register_tables(self.tok_embeddings.weight.device)
+        self.facts = _facts(self)
+
+    def part(self, blocks: Sequence[str], *, embeds: bool, heads: bool) -> Decoder:
+        """A decoder of some consecutive blocks; parts chained compute what the whole does. Modules are shared.
+
+        Args:
+            blocks: their names, which they keep. embeds: whether it takes token ids, instead of the residual stream.
+            heads: whether it ends in the final norm and the head, instead of giving the residual stream.
+        """
+        part = Decoder.__new__(Decoder)
+        nn.Module.__init__(part)
+        part.spec, part.embeds, part.heads = self.spec, embeds, heads
+        part.tok_embeddings = self.tok_embeddings if embeds or (heads and self.output is None) else None
+        part.layers = nn.ModuleDict({name.rpartition(".")[2]: self.get_submodule(name) for name in blocks})
+        part.norm = self.norm if heads else None
+        part.output = self.output if heads else None
+        part._register_tables(self.rope_cos_TP.device)
+        facts = self.facts
+        part.facts = replace(
+            facts, blocks=tuple(blocks), embedding=facts.embedding if part.tok_embeddings is not None else "",
+            head=facts.head if heads else "", final_norm=facts.final_norm if heads else "",
+        )
+        return part
+
+    def _register_tables(self, device: torch.device) -> None:
         for name in ("rope_cos_TP", "rope_sin_TP"):
             self.register_buffer(name, torch.empty(0), persistent=False)
-        self.init_buffers(self.tok_embeddings.weight.device)
-        self.facts = _facts(self)
+        self.init_buffers(device)
 
     def init_buffers(self, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
         """(Re)compute the rotary tables [max_seq_len, head_dim / 2] on ``device``; ``dtype`` float32 or float64."""
@@ -105,7 +133,8 @@ class Decoder(nn.Module):
         """Run the model.
 
         Args:
-            tokens_BS: int64 ids; positions are 0..S-1, or go on from where ``cache`` stands.
+            tokens_BS: int64 ids; positions are 0..S-1, or go on from where ``cache`` stands. To a part that does not
+                embed: the residual stream [B, S, D], whose S may be a slice of that of the labels.
             documents_BS: int64 document index of each attended token; read where ``model.document_mask`` is on.
             positions_S: int64 positions of the tokens, where they are a part of a longer sequence. rows_S: positions
                 of the queries that attention sees, where they are not those of ``documents_BS``.
@@ -115,32 +144,39 @@ class Decoder(nn.Module):
             cache: keys and values of earlier tokens of one document (generation); extended in place.
 
         Returns:
-            What ``loss_fn`` returns, else logits [B, S, V] in the weights' dtype.
+            What ``loss_fn`` returns, else logits [B, S, V] in the weights' dtype. Of a part without a head: the
+            residual stream.
 
         Raises:
             ConfigError: the sequence is longer than ``model.max_seq_len``.
         """
-        count = tokens_BS.shape[1]
+        # the residual stream may hold a slice of the sequence only
+        count = (tokens_BS if self.embeds else labels_BS).shape[1]
         start = cache.position if cache is not None else 0
         if start + count > self.spec.max_seq_len:
             raise ConfigError(
                 f"{start + count} tokens exceed model.max_seq_len={self.spec.max_seq_len}", key="train.seq_len",
                 hint=f"train.seq_len={self.spec.max_seq_len}",
             )
-        h_BSD = self.tok_embeddings(tokens_BS)
+        h_BSD = self.tok_embeddings(tokens_BS) if self.embeds else tokens_BS
         at = slice(start, start + count) if positions_S is None else positions_S
         cos_SP, sin_SP = self.rope_cos_TP[at], self.rope_sin_TP[at]
         if cache is not None:
             h_BSD = self._run_cached(h_BSD, cos_SP, sin_SP, cache)
         else:
             mask = self._document_mask(documents_BS, rows_S, h_BSD.dtype)
-            for block in self.layers:
+            for block in self._blocks():
                 h_BSD = block(h_BSD, cos_SP, sin_SP, mask)
+        if not self.heads:
+            return h_BSD
         h_BSD = self.norm(h_BSD)
         head = self.tok_embeddings if self.output is None else self.output
         if loss_fn is None:
             return F.linear(h_BSD, head.weight)
         return loss_fn(h_BSD, head.weight, labels_BS)
+
+    def _blocks(self) -> Iterable[nn.Module]:
+        return self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
 
     def _document_mask(
         self, documents_BT: Tensor | None, rows_S: Tensor | None, dtype: torch.dtype

@@ -31,7 +31,8 @@ class ModelFacts:
 
     Args:
         blocks: qualified names of the repeated blocks in order ("layers.0", ...).
-        embedding, head, final_norm: qualified names of these modules; ``head`` equals ``embedding`` where tied.
+        embedding, head, final_norm: qualified names of these modules; ``head`` equals ``embedding`` where tied. In the
+            facts of a part of a model: "" for what it lacks, and ``blocks`` are its own.
         num_params: logical parameters, a tied weight counted once.
         num_embedding_params: parameters of the input embedding (not in the FLOPs of a token).
         num_layers, num_heads, num_kv_heads, head_dim, dim, ffn_dim, vocab_size, max_seq_len: sizes.

@@ -15,7 +15,7 @@ from titanyaml.optim.lowbit import LowBitAdamW
 
 def build(
     spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
-    device: torch.device | str,
+    device: torch.device | str, elsewhere: Mapping[str, Tensor] | None = None,
 ) -> AdamW:
     """The optimizer that ``spec`` names.
 
@@ -24,14 +24,15 @@ def build(
             first.
         masters: full-precision copies by parameter name, of every parameter that is narrower than float32.
         device: where the parameters are.
+        elsewhere: parameters that only other ranks hold, on meta: a pattern may match those alone.
 
     Raises:
         ConfigError: a pattern of ``spec.groups`` has no effect.
     """
     on_gpu = torch.device(device).type == "cuda"
     if spec.name != "adamw":
-        return LowBitAdamW(spec, named_params, masters=masters, compiled=on_gpu)
+        return LowBitAdamW(spec, named_params, masters=masters, compiled=on_gpu, elsewhere=elsewhere)
     implementation = spec.implementation
     if implementation == "auto":
         implementation = "fused" if on_gpu else "foreach"
-    return AdamW(spec, named_params, masters=masters, implementation=implementation)
+    return AdamW(spec, named_params, masters=masters, implementation=implementation, elsewhere=elsewhere)

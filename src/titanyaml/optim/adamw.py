@@ -90,7 +90,7 @@ class AdamW:
 
     def __init__(
         self, spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
-        implementation: str,
+        implementation: str, elsewhere: Mapping[str, Tensor] | None = None,
     ) -> None:
         unique = {id(parameter): name for name, parameter in reversed(named_params.items())}
         params = {name: p for name, p in named_params.items() if unique[id(p)] == name}
@@ -99,7 +99,11 @@ class AdamW:
         self.beta1, self.beta2, self.eps = spec.beta1, spec.beta2, spec.eps
         self.implementation = implementation
         self.names = tuple(params)
-        self.groups: list[Group] = make_groups(spec, params)
+        everything = {**(elsewhere or {}), **params}
+        self.groups: list[Group] = [
+            Group(names, group.lr_scale, group.weight_decay) for group in make_groups(spec, everything)
+            if (names := tuple(name for name in group.names if name in params))
+        ]
         self._slots = {name: self._slot(name, p, masters.get(name)) for name, p in params.items()}
 
     def _slot(self, name: str, parameter: nn.Parameter, master: Tensor | None) -> Slot:

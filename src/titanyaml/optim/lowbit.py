@@ -39,10 +39,10 @@ class LowBitAdamW(AdamW):
 
     def __init__(
         self, spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
-        compiled: bool,
+        compiled: bool, elsewhere: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.in_blocks = spec.name == "adamw_8bit"
-        super().__init__(spec, named_params, masters=masters, implementation="foreach")
+        super().__init__(spec, named_params, masters=masters, implementation="foreach", elsewhere=elsewhere)
         self.rule = _compiled(self.in_blocks) if compiled else (update_8bit if self.in_blocks else update_bf16)
         self.seeds = {name: rng.seed_for(0, "moments", name) for name in self.names}
 

@@ -81,15 +81,20 @@ def run(model: nn.Module, resolved: Resolved, ctx: Context) -> tuple[nn.Module, 
     """Apply the steps in order. Each change is logged for debugging; runners show them in their own way.
 
     Raises:
-        PipelineError: a step changed nothing, renamed, added or lost parameters, or untied tied weights.
+        PipelineError: a step changed nothing, renamed, added or lost parameters, or untied tied weights. Only a
+            step of the stage pp may lose some, to other ranks; the steps after it are told the facts of what is left.
     """
     ctx = dataclasses.replace(ctx, active=resolved.active)
     changes: list[tuple[str, Change]] = []
     for name, transform in resolved.steps:
         before = _identities(model)
         model, change = _apply(name, transform, model, ctx)
-        if damage := _damage(before, _identities(model)):
+        after = _identities(model)
+        if resolved.stages[name] == "pp":
+            before = {parameter: first for parameter, first in before.items() if parameter in after}
+        if damage := _damage(before, after):
             raise PipelineError(damage, key=_key(name))
+        ctx = dataclasses.replace(ctx, facts=getattr(model, "facts", ctx.facts))
         ctx.log.debug("%s: %s", name, change.summary)
         for line in change.left_alone():
             ctx.log.debug("%s: %s", name, line)

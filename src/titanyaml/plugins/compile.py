@@ -67,6 +67,9 @@ class Compile:
                 "compile.async_tp", "is true, but the node that does it is not on: pipeline.plugins.async_tp",
                 hint="compile.async_tp=false, or pipeline=default",
             ))
+        if self.mode == "model" and ctx.dims.pp > 1:
+            problems.append(Problem("compile.mode", "is 'model', but the model is cut into stages",
+                                    allowed="block, none", hint="compile.mode=block"))
         return problems
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:

@@ -20,6 +20,7 @@ from titanyaml.kernels.attention import Kernel, kernel_for
 from titanyaml.kernels.context_attention import gathered, ring
 from titanyaml.models.attention import Attention, Mask
 from titanyaml.pipeline.protocol import Change, Context
+from titanyaml.pipeline.staged import parts
 
 METHODS = ("allgather", "ring", "ulysses")
 
@@ -80,7 +81,8 @@ class ContextParallel:
                     key="parallel.cp", hint="parallel.cp=1, or switch off the plugin that replaced it",
                 )
             module.__class__, module.group, module.kernel = _CLASSES[self.method], group, kernel
-        model.register_forward_pre_hook(_TakePart(group, self.method), with_kwargs=True)
+        for part in parts(model):
+            part.register_forward_pre_hook(_TakePart(group, self.method), with_kwargs=True)
         run = "one run" if self.method == "ulysses" else "a head and a tail run"
         by = "the usual attention kernel" if self.method == "ulysses" else f"{kernel} kernels"
         return model, Change(
@@ -98,17 +100,18 @@ class _TakePart:
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         tokens_BT = args[0] if args else kwargs.pop("tokens_BS")
+        labels_BT = kwargs.get("labels_BS")
+        embeds = getattr(model, "embeds", True)  # a pipeline stage after the first gets what is cut already
         place = {"rank": self.group.rank, "size": self.group.size, "device": tokens_BT.device}
         choose = context.even_positions if self.method == "ulysses" else context.head_tail_positions
-        positions_S = choose(tokens_BT.shape[1], **place)
-        labels_BT = kwargs.get("labels_BS")
+        positions_S = choose((tokens_BT if embeds else labels_BT).shape[1], **place)
         mine = {
             "labels_BS": None if labels_BT is None else labels_BT[:, positions_S],
             "positions_S": positions_S,
             # after the exchange attention sees all positions, in order
             "rows_S": None if self.method == "ulysses" else positions_S,
         }
-        return (tokens_BT[:, positions_S],), kwargs | mine
+        return (tokens_BT[:, positions_S] if embeds else tokens_BT,), kwargs | mine
 
 
 class GatheredAttention(Attention):

@@ -2,7 +2,8 @@
 
 Every data rank holds the sum of its own tokens' losses, divided by the global token count: so gradients are *summed*
 over the ranks, never averaged. They are reduced after every microbatch, since deferring it would keep a whole
-unsharded gradient in full precision on every rank.
+unsharded gradient in full precision on every rank. In a pipeline torch's schedules do defer it, because a backward by
+weight may come long after the one by input; a rank then has the unsharded gradients of its own stages.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titanyaml.errors import Problem
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
+from titanyaml.pipeline.staged import parts
 
 RESHARD = ("auto", "always", "never")
 
@@ -27,8 +29,8 @@ class FullyShard:
 
     Args:
         reshard_after_forward: whether gathered weights are freed after a block's forward. ``auto``: all blocks but the
-            last, which the backward pass needs at once; ``always``: also the last block and the model's own weights
-            (embedding, final norm, head); ``never``.
+            last, which the backward pass needs at once, and none in a pipeline, where the next microbatch needs them;
+            ``always``: also the last block and the model's own weights (embedding, final norm, head); ``never``.
         prefetch: blocks whose weights are gathered ahead of the one that runs, forward and backward; None: FSDP's own
             order, which gathers the next block as soon as this one's computation is queued.
         cpu_offload: weights, gradients and optimizer state live in host memory; weights visit the device for a block's
@@ -79,22 +81,25 @@ class FullyShard:
         options: dict[str, Any] = {"mesh": ctx.dims.shard_mesh(ctx.mesh), "mp_policy": _policy(ctx)}
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
-        always, never = self.reshard_after_forward == "always", self.reshard_after_forward == "never"
+        staged = ctx.dims.pp > 1
+        always, never = self.reshard_after_forward == "always", self.reshard_after_forward == "never" or staged
         for name in blocks:
             reshard = always or (name != blocks[-1] and not never)
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard, **options)
-        fully_shard(model, reshard_after_forward=always, **options)
+        for part in parts(model):
+            fully_shard(part, reshard_after_forward=always, **options)
+            for module in _sharded(part):
+                module.set_gradient_divide_factor(1.0)
+                # a plain SUM: with the factor alone NCCL is asked for PREMUL_SUM, which gloo does not have
+                module.set_force_sum_reduction_for_comms(True)
+            part.register_forward_hook(_release)
         self._order([model.get_submodule(name) for name in blocks])
-        for module in _sharded(model):
-            module.set_gradient_divide_factor(1.0)
-            # a plain SUM: with the factor alone NCCL is asked for PREMUL_SUM, which gloo does not have
-            module.set_force_sum_reduction_for_comms(True)
-        model.register_forward_hook(_release)
-        freed = {"always": "all", "never": "none"}.get(self.reshard_after_forward, "all blocks but the last")
+        freed = "all" if always else "none" if never else "all blocks but the last"
+        # a pipeline's stage is gathered once, and its gradients are reduced when its last backward is done
+        often = "once a step" if staged else "after every microbatch"
         return model, Change(
             f"{len(blocks)} blocks and {len(rest)} other modules over {_axes(ctx)}, computing in "
-            f"{dtype_name(ctx.compute_dtype)}; gradients summed in {dtype_name(ctx.reduce_dtype)} "
-            "after every microbatch; "
+            f"{dtype_name(ctx.compute_dtype)}; gradients summed in {dtype_name(ctx.reduce_dtype)} {often}; "
             f"freed after forward: {freed}"
             + (f"; {self.prefetch} blocks gathered ahead" if self.prefetch else "")
             + ("; state in host memory" if self.cpu_offload else ""),

@@ -74,7 +74,8 @@ class Quantize:
         """
         skipped = self._skipped(model, ctx)
         layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in skipped}
-        skipped[ctx.facts.head] = "the head stays in high precision: the loss uses its weight itself"
+        if ctx.facts.head:
+            skipped[ctx.facts.head] = "the head stays in high precision: the loss uses its weight itself"
         if not layers:
             reasons = Change("", [], skipped).left_alone()
             raise PipelineError(
@@ -94,6 +95,7 @@ class Quantize:
     def _skipped(self, model: nn.Module, ctx: Context) -> dict[str, str]:
         """Linear layers that stay as they are, and why."""
         names = [name for name, _ in model.named_modules()]
+        names += [name.rpartition(".")[0] for name in getattr(model, "elsewhere", ())]  # of other pipeline ranks
         for part in self.kept:
             if not any(part in name for name in names):
                 near = difflib.get_close_matches(part, [n.rpartition(".")[2] for n in names], n=1, cutoff=0)

@@ -75,10 +75,12 @@ class TensorParallel:
                 split.norm(f"{block}.{name}", sees_a_part=True)
             for name in layout.entries:
                 model.get_submodule(f"{block}.{name}").register_forward_pre_hook(split.enter)
-        split.embedding(facts.embedding)
-        split.norm(facts.final_norm, sees_a_part=self.sequence_parallel)
-        model.get_submodule(facts.final_norm).register_forward_hook(split.leave)
-        if not facts.tied:
+        if facts.embedding:
+            split.embedding(facts.embedding)
+        if facts.final_norm:
+            split.norm(facts.final_norm, sees_a_part=self.sequence_parallel)
+            model.get_submodule(facts.final_norm).register_forward_hook(split.leave)
+        if facts.head and not facts.tied:
             split.head(facts.head)
         stream = "the residual stream by sequence" if self.sequence_parallel else "the residual stream whole"
         return model, Change(

@@ -20,6 +20,7 @@ from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import dtype_name
+from titanyaml.pipeline.staged import Staged
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 
@@ -32,10 +33,13 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
     console.print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), markup=False, highlight=False)
     with compat.fake_process_group(world_size):
         mesh = dims.build("cpu") if world_size > 1 else None
-        _, ctx, resolved, changes = setup.transform(config, env, dims, mesh=mesh)
+        model, ctx, resolved, changes = setup.transform(config, env, dims, mesh=mesh)
         console.print(mesh_table(dims))
         console.print(show.table(resolved, changes))
         console.print(show.by_module(resolved, changes))
+        if isinstance(model, Staged):
+            console.print(show.stages_table(model.plan))
+            console.print(show.schedules_table(model.plan))
     facts, seq_len = ctx.facts, config.train.seq_len
     tokens = setup.global_batch(config, dims) * seq_len
     console.print(

@@ -13,6 +13,7 @@ from titanyaml.data.loader import validation_batches
 from titanyaml.data.packing import TokenData
 from titanyaml.dist import comm
 from titanyaml.dist.env import Env
+from titanyaml.pipeline.staged import Staged
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 from titanyaml.runner.load import adopt_trained, load_weights
@@ -36,8 +37,12 @@ def mean_loss(config: Config, built: Built, dataset: TokenData, *, env: Env) -> 
     )
     for step in steps:
         tokens += valid_tokens(step)
-        for batch in step:
-            loss_sum += built.model(**setup.to_device(batch, env.device, documents=documents), loss_fn=loss_fn)
+        inputs = (setup.to_device(batch, env.device, documents=documents) for batch in step)
+        if isinstance(built.model, Staged):
+            loss_sum += built.model.evaluate(list(inputs), loss_fn=loss_fn)
+            continue
+        for one in inputs:
+            loss_sum += built.model(**one, loss_fn=loss_fn)
     mesh = built.context.mesh
     total, count = comm.sum_scalars(
         [float(loss_sum) * dims.adds_loss(mesh), tokens * dims.counts_batch(mesh)], env

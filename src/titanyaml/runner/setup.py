@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def storage(config: Config, env: Env) -> torch.device:
 
 def global_batch(config: Config, dims: ParallelDims) -> int:
     """Sequences per optimizer step over all ranks."""
-    return degrees.global_batch(config.train, data_degree=dims.data_degree)
+    return degrees.global_batch(config, dataclasses.asdict(dims))
 
 
 def transform(

@@ -15,6 +15,7 @@ from titanyaml.dist.env import Env
 from titanyaml.errors import NonFiniteError
 from titanyaml.loss import IGNORE_INDEX, CrossEntropy
 from titanyaml.optim import Optimizer
+from titanyaml.pipeline.staged import Staged
 from titanyaml.runner.setup import to_device
 
 if TYPE_CHECKING:
@@ -62,7 +63,11 @@ class TrainStep:
         """
         loss_sum = self._accumulate(batches, tokens)
         grads = self.optimizer.grads()
-        grad_norm = norm.grad_norm(grads)
+        if isinstance(self.model, Staged):
+            counted = self.model.settle(dict(zip(self.optimizer.names, grads, strict=True)))
+            grad_norm = norm.grad_norm(counted, stages=self.model.group)
+        else:
+            grad_norm = norm.grad_norm(grads)
         [total] = comm.sum_scalars([float(loss_sum) if self.adds_loss else 0.0], self.env)
         result = StepResult(loss=total / max(tokens, 1), grad_norm=float(grad_norm), tokens=tokens)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
@@ -80,8 +85,11 @@ class TrainStep:
     def _accumulate(self, batches: Sequence[Batch], tokens: int) -> Tensor:
         """Sum of token losses of this rank; gradients of (sum / tokens) are left on the parameters."""
         total = torch.zeros((), dtype=torch.float64, device=self.env.device)
-        for batch in batches:
-            loss = self.model(**to_device(batch, self.env.device, documents=self.documents), loss_fn=self.loss_fn)
+        inputs = (to_device(batch, self.env.device, documents=self.documents) for batch in batches)
+        if isinstance(self.model, Staged):
+            return self.model.train_step(list(inputs), loss_fn=self.loss_fn, divisor=max(tokens, 1))
+        for one in inputs:
+            loss = self.model(**one, loss_fn=self.loss_fn)
             (loss / max(tokens, 1)).backward()
             total += loss.detach()
         return total

@@ -62,7 +62,7 @@ class Trainer:
         self.global_batch = setup.global_batch(config, dims)
         self.optimizer = optim.build(
             config.optim, dict(self.built.model.named_parameters()), masters=self.built.masters,
-            device=setup.storage(config, env),
+            device=setup.storage(config, env), elsewhere=getattr(self.built.model, "elsewhere", None),
         )
         self.train_step = TrainStep(
             self.built.model, self.optimizer, loss_fn=setup.loss_function(config), max_norm=config.train.max_norm,

@@ -1,0 +1,1 @@
+"""Pipeline schedules as plain data, without torch: which there are, their files, their errors, their bubbles."""

@@ -1,0 +1,107 @@
+"""Pipeline parallelism: the layers are cut into stages, and each rank keeps those of its own.
+
+First of all plugins, on meta: what comes after sees this rank's blocks only, under their old names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from titanyaml.errors import PipelineError, Problem
+from titanyaml.models.decoder import Decoder
+from titanyaml.pipeline import plan as plans
+from titanyaml.pipeline.protocol import Change, Context
+from titanyaml.pipeline.staged import Staged
+from titanyaml.pipeline_schedule import actions
+from titanyaml.pipeline_schedule.kinds import KINDS
+from titanyaml.pipeline_schedule.validate import first_violation
+
+
+class PipelineParallel:
+    """Split the model over ``mesh["pp"]``.
+
+    Args:
+        schedule: name of torch's schedule. schedule_csv: file of another one, in its place.
+        stages_per_rank: None: the fewest that the schedule can run.
+        stages: layers of each stage or the first layer of each; empty: by cost.
+        first_less, last_less: layers by which the ends fall short of an even share; None for both: by cost.
+    """
+
+    stage = "pp"
+
+    def __init__(
+        self, *, schedule: str = "1F1B", schedule_csv: str | None = None, stages_per_rank: int | None = None,
+        stages: Sequence[str] = (), first_less: int | None = None, last_less: int | None = None,
+    ) -> None:
+        self.schedule, self.schedule_csv, self.stages_per_rank = schedule, schedule_csv, stages_per_rank
+        self.stages, self.first_less, self.last_less = stages, first_less, last_less
+
+    def reason_off(self, ctx: Context) -> str:
+        """Off on one pp rank."""
+        return "parallel.pp is 1" if ctx.dims.pp == 1 else ""
+
+    def check(self, ctx: Context) -> list[Problem]:
+        """The schedule can be run with so many microbatches and layers. The rule table says the same earlier."""
+        try:
+            violation = self._violation(ctx)
+            plan = None if violation else self._plan(ctx)
+        except (OSError, ValueError) as error:
+            violation, plan = str(error), None
+        if violation:
+            return [Problem("parallel.pp_schedule_csv" if self.schedule_csv else "parallel.pp_schedule", violation)]
+        problems = []
+        if "compile" in ctx.active and any(action.kind == "I" for order in plan.orders() for action in order):
+            problems.append(Problem(
+                "compile.mode", "compiles blocks, but the schedule runs each backward in two parts, and that of a "
+                "compiled block is one graph", hint="compile=none or parallel.pp_schedule=Interleaved1F1B",
+            ))
+        return problems
+
+    def _violation(self, ctx: Context) -> str:
+        ranks, microbatches = ctx.dims.pp, ctx.accumulation
+        if self.schedule_csv is not None:
+            grid = actions.read(Path(self.schedule_csv).expanduser())
+            if violation := first_violation(grid, ranks=ranks):
+                return f"{self.schedule_csv}: {violation}"
+            needed = actions.microbatches(grid)
+            return "" if needed == microbatches else f"runs {needed} microbatches, not {microbatches}"
+        kind = KINDS.get(self.schedule)
+        if kind is None:
+            return f"is {self.schedule!r}; there are {', '.join(KINDS)}"
+        if not kind.allows(kind.per_rank(self.stages_per_rank)):
+            return f"{kind.name} cannot run {self.stages_per_rank} stages on a rank"
+        if not kind.fills(microbatches, ranks=ranks):
+            return f"{microbatches} microbatches do not fill {kind.name} on {ranks} ranks"
+        return ""
+
+    def _plan(self, ctx: Context) -> plans.Plan:
+        return plans.make(
+            ctx.facts, seq_len=ctx.seq_len, ranks=ctx.dims.pp, microbatches=ctx.accumulation, schedule=self.schedule,
+            csv=self.schedule_csv, per_rank=self.stages_per_rank, names=self.stages, first_less=self.first_less,
+            last_less=self.last_less,
+        )
+
+    def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
+        """Keep this rank's stages.
+
+        Raises:
+            PipelineError: an earlier plugin replaced the decoder, which is what can be cut.
+        """
+        if type(model) is not Decoder:
+            raise PipelineError(f"the model is a {type(model).__name__}; only a Decoder can be cut into stages",
+                                key="parallel.pp", hint="parallel.pp=1")
+        assert ctx.mesh is not None, "more than one rank and no mesh"
+        rank, plan = ctx.mesh.get_local_rank("pp"), self._plan(ctx)
+        staged = Staged(model, plan, rank=rank, group=ctx.mesh.get_group("pp"), device=ctx.device,
+                        dtype=ctx.compute_dtype)
+        layers = ", ".join(str(len(blocks)) for blocks in plan.blocks)
+        mine = " and ".join(map(str, plan.stages_of(rank)))
+        return staged, Change(
+            f"{len(plan.blocks)} stages of {layers} layers over pp({ctx.dims.pp}), {plan.schedule}, "
+            f"{plan.microbatches} microbatches, bubble {plan.timeline().bubble:.1%}; pipeline rank {rank} holds stage "
+            f"{mine}",
+            list(staged.facts.blocks) + [name for name, _ in staged.named_children() if name != "layers"],
+        )
