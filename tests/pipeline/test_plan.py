@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +61,14 @@ def test_balanced_by_flops_then_by_parameters() -> None:
     assert plans.balanced_layers(facts, seq_len=16, count=4) == [4, 4, 4, 4]
     # the head alone costs more than all layers: it gets one, and the embedding, which has parameters only, too
     assert plans.balanced_layers(heavy, seq_len=16, count=4) == [1, 7, 7, 1]
+
+
+def test_pictures_and_table_are_fresh() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    found = importlib.util.spec_from_file_location("make_pipeline", docs / "make_pipeline.py")
+    maker = importlib.util.module_from_spec(found)
+    found.loader.exec_module(maker)
+    text = maker.PAGE.read_text(encoding="utf-8")
+    assert text == maker.page(text), "stale: run python docs/make_pipeline.py"
+    for name, content in maker.images().items():
+        assert (docs / "img" / name).read_text(encoding="utf-8") == content, "stale: run python docs/make_pipeline.py"

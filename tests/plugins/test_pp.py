@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.conftest import make
-from tests.plugins.parity import EVERYTHING, FULL, STEPS, TP, VOCAB, WHOLE, cp, train, whole
+from tests.plugins.parity import EVERYTHING, FULL, SELECTIVE, STEPS, TP, VOCAB, WHOLE, cp, train, whole
 from tests.plugins.small import COMPILE, FSDP, Built, build, context, spec
 from tests.plugins.test_tp import MIXED
 from tests.ranks import run_ranks
@@ -118,8 +118,9 @@ def test_with_everything_in_a_block_and_tied_ends() -> None:
     pp2 = ParallelDims(pp=2)
     compare({
         "1F1B": Case(pp2, {"schedule": "1F1B"}, {"ac": FULL}, model=EVERYTHING),
-        "interleaved": Case(pp2, {"schedule": "InterleavedZeroBubble"}, {"ac": FULL}, model=EVERYTHING),
-        "v": Case(pp2, {"schedule": "ZBVZeroBubble"}, {"ac": FULL}, model=EVERYTHING),
+        "interleaved": Case(pp2, {"schedule": "InterleavedZeroBubble"}, model=EVERYTHING),
+        "looped": Case(pp2, {"schedule": "LoopedBFS"}, {"ac": SELECTIVE}, model=EVERYTHING),
+        "v": Case(pp2, {"schedule": "ZBVZeroBubble"}, model=EVERYTHING),
         "compiled": Case(pp2, {"schedule": "1F1B"}, {"compile": COMPILE}, model=EVERYTHING),
     }, 2)
 
@@ -275,6 +276,7 @@ def test_off_and_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(PipelineError, match=text):
             resolve({"pp": {**PP, **node}}, context(spec(), dims=ParallelDims(pp=2), accumulation=accumulation))
-    nodes = {"pp": {**PP, "schedule": "DualPipeV"}, "compile": COMPILE}
-    with pytest.raises(PipelineError, match="in two parts"):
+    nodes = {"pp": {**PP, "schedule": "DualPipeV"}, "compile": COMPILE, "ac": FULL}
+    with pytest.raises(PipelineError) as error:
         resolve(nodes, context(spec(), dims=ParallelDims(pp=2), accumulation=4))
+    assert [problem.key for problem in error.value.problems] == ["compile.mode", "ac.mode"]

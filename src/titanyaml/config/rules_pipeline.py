@@ -94,7 +94,7 @@ def pipeline_keys_agree(c: Any) -> Problem | None:
 def pipeline_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that splits the model all pp ranks would silently do the same work."""
     nodes = c.pipeline.plugins
-    others = ("tp", "cp", "async_tp", "ac", "compile", "fsdp")
+    others = ("quant", "tp", "cp", "async_tp", "ac", "compile", "fsdp")
     on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
     if on or not _runs(c):
         return None
@@ -238,12 +238,13 @@ def compiled_blocks_have_one_backward(c: Any) -> Problem | None:
 
 
 @rule("parallel", "launch", "ac.mode")
-def kept_products_are_used_once(c: Any) -> Problem | None:
-    if c.ac.mode != "selective_op" or not (way := _splits(c)):
+def blocks_are_recomputed_once(c: Any) -> Problem | None:
+    """Torch asks for the gradients of one group of weights after the other, and each recomputes the block anew."""
+    if c.ac.mode == "none" or not (way := _splits(c)):
         return None
-    return Problem("ac.mode", "is selective_op, which keeps results for one backward, but the schedule runs each in "
-                   "two parts", allowed="full, selective_layer, none; or a schedule with whole backwards",
-                   hint=f"ac=full or {way}")
+    return Problem("ac.mode", f"is {c.ac.mode}, but the schedule runs each backward in two parts, for which torch would "
+                   "recompute a block ten times", allowed="none; or a schedule with whole backwards",
+                   hint=f"ac=none or {way}")
 
 
 @rule("parallel", "launch")

@@ -35,6 +35,17 @@ class Timeline:
         busy = sum(span.end - span.start for spans in self.ranks for span in spans)
         return 1.0 - busy / (self.length * len(self.ranks)) if self.length else 0.0
 
+    @property
+    def held(self) -> int:
+        """Most forwards whose backward is not done, on the rank that has most: what it keeps activations of."""
+        most = 0
+        for spans in self.ranks:
+            held = 0
+            for span in spans:
+                held += {"F": 1, "B": -1, "I": 0, "W": -1}[span.action.kind]
+                most = max(most, held)
+        return most
+
 
 class Stuck(Exception):
     """No rank can go on. waiting: rank to (position in its order, the action there, actions of which it needs one)."""

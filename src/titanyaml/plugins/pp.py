@@ -19,6 +19,12 @@ from titanyaml.pipeline_schedule import actions
 from titanyaml.pipeline_schedule.kinds import KINDS
 from titanyaml.pipeline_schedule.validate import first_violation
 
+#: Nodes that take a backward as one, and why.
+_WHOLE_BACKWARD = {
+    "compile": "and that of a compiled block is one graph",
+    "ac": "for which torch would recompute a block ten times",
+}
+
 
 class PipelineParallel:
     """Split the model over ``mesh["pp"]``.
@@ -52,13 +58,13 @@ class PipelineParallel:
             violation, plan = str(error), None
         if violation:
             return [Problem("parallel.pp_schedule_csv" if self.schedule_csv else "parallel.pp_schedule", violation)]
-        problems = []
-        if "compile" in ctx.active and any(action.kind == "I" for order in plan.orders() for action in order):
-            problems.append(Problem(
-                "compile.mode", "compiles blocks, but the schedule runs each backward in two parts, and that of a "
-                "compiled block is one graph", hint="compile=none or parallel.pp_schedule=Interleaved1F1B",
-            ))
-        return problems
+        if not any(action.kind == "I" for order in plan.orders() for action in order):
+            return []
+        return [
+            Problem(f"{node}.mode", f"is on, but the schedule runs each backward in two parts, {why}",
+                    hint=f"{node}=none or parallel.pp_schedule=Interleaved1F1B")
+            for node, why in _WHOLE_BACKWARD.items() if node in ctx.active
+        ]
 
     def _violation(self, ctx: Context) -> str:
         ranks, microbatches = ctx.dims.pp, ctx.accumulation
