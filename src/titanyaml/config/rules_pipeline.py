@@ -242,8 +242,8 @@ def blocks_are_recomputed_once(c: Any) -> Problem | None:
     """Torch asks for the gradients of one group of weights after the other, and each recomputes the block anew."""
     if c.ac.mode == "none" or not (way := _splits(c)):
         return None
-    return Problem("ac.mode", f"is {c.ac.mode}, but the schedule runs each backward in two parts, for which torch would "
-                   "recompute a block ten times", allowed="none; or a schedule with whole backwards",
+    return Problem("ac.mode", f"is {c.ac.mode}, but the schedule runs each backward in two parts, for which torch "
+                   "would recompute a block ten times", allowed="none; or a schedule with whole backwards",
                    hint=f"ac=none or {way}")
 
 
