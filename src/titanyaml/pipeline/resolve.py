@@ -108,7 +108,7 @@ def verify(model: nn.Module, resolved: Resolved, ctx: Context) -> list[tuple[str
     Raises:
         PipelineError: what the steps found, all of it.
     """
-    ctx = dataclasses.replace(ctx, active=resolved.active)
+    ctx = dataclasses.replace(ctx, active=resolved.active, facts=getattr(model, "facts", ctx.facts))
     problems: list[Problem] = []
     changes: list[tuple[str, Change]] = []
     for name, transform in resolved.steps:
