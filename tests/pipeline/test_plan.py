@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.plugins.small import spec
 from titanyaml.models import decoder
 from titanyaml.pipeline import plan as plans
+from titanyaml.pipeline import show
 from titanyaml.pipeline_schedule.actions import Action
 from titanyaml.pipeline_schedule.kinds import KINDS, owners
 from titanyaml.pipeline_schedule.simulate import Stuck, simulate
@@ -72,3 +75,15 @@ def test_pictures_and_table_are_fresh() -> None:
     assert text == maker.page(text), "stale: run python docs/make_pipeline.py"
     for name, content in maker.images().items():
         assert (docs / "img" / name).read_text(encoding="utf-8") == content, "stale: run python docs/make_pipeline.py"
+
+
+def test_the_check_shows_stages_and_what_other_schedules_would_cost() -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    plan = plans.Plan("1F1B", False, (0, 1), (("layers.0",), ("layers.1", "layers.2")), 2)
+    console.print(show.stages_table(plan), show.schedules_table(plan))
+    lines = [line.split("│")[1:-1] for line in console.export_text().splitlines() if "│" in line]
+    rows = [[cell.strip() for cell in line] for line in lines]
+    assert rows == [
+        ["0", "0", "1", "embedding, layers.0"], ["1", "1", "2", "layers.1 .. layers.2, final norm, head"],
+        ["this run: 1F1B", "2", "2", "33.3%"], ["GPipe", "2", "2", "33.3%"],  # four stages have no three layers
+    ]
