@@ -12,7 +12,7 @@ from titanyaml.errors import ConfigError
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 AXES = (*MESH_AXES, "ep")
 #: Axes that this version can run with a degree above 1.
-BUILT_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+BUILT_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 #: First letters of a part of a mesh name, and the axes that it sets.
 PARTS = {

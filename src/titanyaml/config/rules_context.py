@@ -17,7 +17,7 @@ rule = into(RULES)
 def context_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that cuts the sequence all cp ranks would count the same tokens."""
     nodes, cp = c.pipeline.plugins, degree(c, "cp")
-    others = ("quant", "ac", "async_tp", "compile", "tp", "fsdp")
+    others = ("quant", "ac", "async_tp", "compile", "tp", "ep", "fsdp")
     on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
     if on or cp is None or cp < 2:
         return None

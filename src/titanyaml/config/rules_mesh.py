@@ -8,6 +8,7 @@ from typing import Any
 from titanyaml import machine
 from titanyaml.config.degrees import AXES, BUILT_AXES
 from titanyaml.config.ranks import degree, fixed_product, world_size
+from titanyaml.config.rules_moe import num_mixtures
 from titanyaml.config.view import Rule, into, multiples_around, ways
 from titanyaml.errors import Problem
 
@@ -30,7 +31,7 @@ def axes_are_built(c: Any) -> Problem | None:
         return None
     spelled = ", ".join(f"{axis}={getattr(c.parallel, axis)}" for axis in missing)
     return Problem(f"parallel.{missing[0]}", f"{spelled}: not built yet; this version has "
-                   f"{', '.join(BUILT_AXES)} (ddpN, fsdpN, hsdpRxS, cpN, tpN)", allowed="1",
+                   f"{', '.join(BUILT_AXES)} (ddpN, fsdpN, hsdpRxS, cpN, tpN, epN)", allowed="1",
                    hint=" ".join(f"parallel.{axis}=1" for axis in missing))
 
 
@@ -85,7 +86,7 @@ def global_batch_is_whole(c: Any) -> Problem | None:
 def data_ranks_share_gradients(c: Any) -> Problem | None:
     """Without a plugin that sums gradients each rank would silently train a model of its own."""
     nodes = c.pipeline.plugins
-    others = ("quant", "ac", "async_tp", "compile", "tp", "cp")
+    others = ("quant", "ac", "async_tp", "compile", "tp", "cp", "ep")
     on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
     ranks = (world_size(c) or 1) // max(degree(c, "tp") or 1, 1)
     if on or ranks <= 1:
@@ -151,8 +152,14 @@ def num_parameters(model: Any) -> int:
     """Parameters of the decoder, a tied weight counted once; norms and biases are left out (below 0.1 %)."""
     head_dim = model.head_dim or model.dim // model.num_heads
     attention = 2 * model.dim * head_dim * (model.num_heads + model.num_kv_heads)
-    block = attention + 3 * model.dim * model.ffn_dim
-    return model.num_layers * block + model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
+    dense = 3 * model.dim * model.ffn_dim
+    embeddings = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
+    if not model.moe.num_experts:
+        return model.num_layers * (attention + dense) + embeddings
+    width = model.moe.num_experts * (model.moe.ffn_dim or model.ffn_dim) + model.moe.shared_ffn_dim
+    mixture = model.dim * (3 * width + model.moe.num_experts)
+    mixtures = num_mixtures(model)
+    return model.num_layers * attention + (model.num_layers - mixtures) * dense + mixtures * mixture + embeddings
 
 
 #: Bytes a weight of the two moments; None: as the weight's own.

@@ -19,7 +19,7 @@ def _divides(c: Any, key: str, size: int) -> Problem | None:
     if tp is None or tp < 1 or size % tp == 0:
         return None
     shared = math.gcd(c.model.num_heads, c.model.num_kv_heads, c.model.ffn_dim, c.model.vocab_size,
-                      c.train.seq_len if c.parallel.tp_sequence_parallel else 0)
+                      c.model.moe.shared_ffn_dim, c.train.seq_len if c.parallel.tp_sequence_parallel else 0)
     degrees = [n for n in range(1, shared + 1) if shared % n == 0]
     near = multiples_around(size, tp)
     return Problem(key, f"is {size}, which {tp} tensor-parallel ranks cannot share evenly",
@@ -31,7 +31,7 @@ def _divides(c: Any, key: str, size: int) -> Problem | None:
 def tensor_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that splits the model all tp ranks would silently do the same work."""
     nodes, tp = c.pipeline.plugins, degree(c, "tp")
-    others = ("quant", "ac", "async_tp", "compile", "fsdp", "cp")
+    others = ("quant", "ac", "async_tp", "compile", "fsdp", "cp", "ep")
     on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
     if on or tp is None or tp < 2:
         return None
@@ -53,6 +53,11 @@ def tensor_ranks_share_kv_heads(c: Any) -> Problem | None:
 @rule("parallel", "launch", "model", "train.seq_len")
 def tensor_ranks_share_features(c: Any) -> Problem | None:
     return _divides(c, "model.ffn_dim", c.model.ffn_dim)
+
+
+@rule("parallel", "launch", "model", "train.seq_len")
+def tensor_ranks_share_features_of_the_shared_expert(c: Any) -> Problem | None:
+    return _divides(c, "model.moe.shared_ffn_dim", c.model.moe.shared_ffn_dim)
 
 
 @rule("parallel", "launch", "model", "train.seq_len")
