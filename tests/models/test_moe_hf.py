@@ -76,6 +76,9 @@ def test_what_a_family_cannot_say_is_refused() -> None:
         return [problem.key for problem in error.value.problems]
 
     assert refused("mixtral", moe_shared_ffn_dim=8, moe_scale=2.0) == ["model.moe.shared_ffn_dim", "model.moe.scale"]
+    assert refused("mixtral", moe_ffn_dim=8) == ["model.moe.ffn_dim"]
+    twice = replace(MIXTURES["mixtral"], moe=replace(MIXTURES["mixtral"].moe, ffn_dim=MIXTURES["mixtral"].ffn_dim))
+    assert hf.hf_config(twice) == hf.hf_config(MIXTURES["mixtral"])
     assert refused("qwen3_moe", nope_every=4, moe_score="sigmoid") == ["model.nope_every", "model.moe.score"]
     assert refused("llama4", moe_bias_rate=0.1, moe_shared_ffn_dim=8) == [
         "model.moe.shared_ffn_dim", "model.moe.bias_rate"]

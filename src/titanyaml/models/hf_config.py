@@ -113,6 +113,8 @@ def _inexpressible(spec: Model) -> list[Problem]:
     if spec.family == "llama4":
         wanted = {name: value for name, value in wanted.items() if name not in _LLAMA4_FREE}
         wanted["moe.shared_ffn_dim"] = spec.moe.ffn_dim or spec.ffn_dim
+    if spec.moe.ffn_dim == spec.ffn_dim:
+        wanted.pop("moe.ffn_dim", None)  # said twice
     if "moe.num_experts" not in wanted:
         wanted |= _MOE_DEFAULTS
         if not spec.moe.num_experts:
