@@ -89,11 +89,11 @@ def work_of(
     tokens = local_batch * seq_len // dims.cp
     shapes: dict[tuple[int, int], list[str]] = {}
     counted = {f"{facts.embedding}.weight", f"{facts.head}.weight"}
-    for block in facts.blocks:
+    for block, layout in zip(facts.blocks, facts.layouts, strict=True):
         for name, module in model.get_submodule(block).named_modules():
             if isinstance(module, nn.Linear):
-                outputs = module.out_features // (dims.tp if name in facts.layout.column else 1)
-                inputs = module.in_features // (dims.tp if name in facts.layout.row else 1)
+                outputs = module.out_features // (dims.tp if name in layout.column else 1)
+                inputs = module.in_features // (dims.tp if name in layout.row else 1)
                 shapes.setdefault((inputs, outputs), []).append(f"{block}.{name}")
                 counted.add(f"{block}.{name}.weight")
     left_out = [name for name, p in model.named_parameters() if p.dim() > 1 and name not in counted]

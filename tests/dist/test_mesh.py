@@ -37,3 +37,13 @@ def test_axes_are_named_and_data_ranks_ignore_tensor_parallel_peers() -> None:
 
 def test_one_rank_alone_reads_everything() -> None:
     assert ParallelDims().data_rank(None) == 0 and ParallelDims().adds_loss(None)
+
+
+def expert_places(rank: int) -> tuple[int, int, list[int]]:
+    mesh = ParallelDims(dp_shard=2, tp=2, ep=2).build_experts("cpu")
+    return mesh.get_local_rank("expert_shard"), mesh.get_local_rank("ep"), mesh["ep"].mesh.tolist()
+
+
+def test_tensor_ranks_share_out_experts_before_data_ranks_do() -> None:
+    assert run_ranks(expert_places, 4) == [(0, 0, [0, 1]), (0, 1, [0, 1]), (1, 0, [2, 3]), (1, 1, [2, 3])]
+    assert ParallelDims(dp_shard=2).build_experts("cpu") is None

@@ -72,4 +72,4 @@ def test_impossible_frequencies_are_configuration_errors() -> None:
     with pytest.raises(ConfigError, match="model.head_dim"):
         inverse_frequencies(7, theta=1e4, scaling=None)
     with pytest.raises(ConfigError, match="high_freq_factor"):
-        inverse_frequencies(8, theta=1e4, scaling=RopeScaling(low_freq_factor=4.0, high_freq_factor=4.0))
+        inverse_frequencies(8, theta=1e4, scaling=RopeScaling(low_freq_factor=5.0, high_freq_factor=4.0))

@@ -13,9 +13,10 @@ from titanyaml.models.protocol import BlockLayout, ModelFacts
 from titanyaml.pipeline.protocol import Change, Context
 
 FACTS = ModelFacts(
-    blocks=("0", "1"), embedding="0", head="1", final_norm="1", num_params=16, num_embedding_params=16, num_layers=2,
-    num_heads=1, num_kv_heads=1, head_dim=4, dim=4, ffn_dim=4, vocab_size=4, max_seq_len=8, tied=True,
-    layout=BlockLayout(entries=(), attention="", column=(), row=(), stream_norms=()),
+    blocks=("0", "1"), embedding="0", head="1", final_norm="1", num_params=16, num_active_params=16,
+    num_embedding_params=16, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=4, dim=4, ffn_dim=4, vocab_size=4,
+    max_seq_len=8, tied=True,
+    layouts=(BlockLayout(entries=(), attention="", column=(), row=(), stream_norms=()),) * 2,
 )
 
 

@@ -18,7 +18,9 @@ from titanyaml.data.loader import Batch
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.loss import CrossEntropy
+from titanyaml.models.moe import expert_biases
 from titanyaml.pipeline.resolve import verify
+from titanyaml.runner.routing import Routing
 from titanyaml.runner.step import TrainStep, valid_tokens
 
 VOCAB, STEPS, SEQUENCES = 96, 5, 4
@@ -86,9 +88,11 @@ def train(built: Built, case: Case, env: Env, inner: optim.Optimizer | None = No
     )
     initial = {name: whole(inner.master(name)) for name in inner.names}
     optimizer, dims, mesh = Watched(inner), built.ctx.dims, built.ctx.mesh
+    moe = built.model.spec.moe
+    routing = Routing(built.model, moe, built.ctx.facts, mesh=mesh, env=env) if moe.num_experts else None
     step = TrainStep(
         built.model, optimizer, loss_fn=CrossEntropy(chunk_tokens=12), max_norm=1.0,
-        documents=built.model.spec.document_mask, env=env, adds_loss=dims.adds_loss(mesh),
+        documents=built.model.spec.document_mask, env=env, adds_loss=dims.adds_loss(mesh), routing=routing,
     )
     results = []
     for number in range(STEPS):
@@ -99,6 +103,7 @@ def train(built: Built, case: Case, env: Env, inner: optim.Optimizer | None = No
             verify(built.model, built.resolved, built.ctx)
     return {
         "initial": initial, "losses": [r.loss for r in results], "norms": [r.grad_norm for r in results],
+        "routing": [r.routing for r in results], "biases": [b.clone() for b in expert_biases(built.model).values()],
         "grads": optimizer.seen, "final": {name: whole(inner.master(name)) for name in inner.names},
     }
 
@@ -107,7 +112,8 @@ def on_mesh(rank: int, case: Case, changes: dict[str, Any]) -> dict[str, Any]:
     torch.compiler.reset()
     warnings.simplefilter("ignore")
     mesh = case.dims.build("cpu")
-    built = build(case.nodes, model_spec=case.spec(), dims=case.dims, mesh=mesh, **changes)
+    built = build(case.nodes, model_spec=case.spec(), dims=case.dims, mesh=mesh,
+                  expert_mesh=case.dims.build_experts("cpu"), **changes)
     facts = {
         "local": sum(p.to_local().numel() for p in built.model.parameters()), "masters": set(built.masters),
         "names": {name for name, _ in built.model.named_parameters()},
@@ -122,11 +128,14 @@ def one_process(case: Case, **changes: Any) -> dict[str, Any]:
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Initial weights bit for bit; losses within 1e-9, norms and every gradient within 1e-8 of its size."""
+    """Initial weights bit for bit; losses within 1e-9, norms and every gradient within 1e-8 of its size; of mixtures
+    also loads and biases."""
     assert found["names"] == set(expected["initial"]), "a parameter was renamed"
     assert [n for n, value in expected["initial"].items() if not torch.equal(found["initial"][n], value)] == []
     assert found["losses"] == pytest.approx(expected["losses"], abs=1e-9, rel=0)
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-8)
+    assert found["routing"] == [pytest.approx(row, rel=1e-9) for row in expected["routing"]]
+    assert all(torch.equal(a, b) for a, b in zip(found["biases"], expected["biases"], strict=True))
     for mine, wanted in zip(found["grads"], expected["grads"], strict=True):
         assert mine.keys() == wanted.keys()
         for parameter, grad in wanted.items():

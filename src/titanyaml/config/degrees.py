@@ -13,8 +13,6 @@ from titanyaml.pipeline_schedule.kinds import KINDS
 #: Axes whose product is the number of ranks, outermost first; ``ep`` reuses dp_shard*cp*tp.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 AXES = (*MESH_AXES, "ep")
-#: Axes that this version can run with a degree above 1.
-BUILT_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 #: First letters of a part of a mesh name, and the axes that it sets.
 PARTS = {

@@ -7,12 +7,12 @@ import os
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.degrees import AXES, MESH_AXES
+from titanyaml.config.degrees import MESH_AXES
 
 
 def fixed_product(parallel: Any) -> tuple[int, str]:
     """(product of the degrees that are given, axis that is derived or "")."""
-    derived = [axis for axis in AXES if getattr(parallel, axis) == -1]
+    derived = [axis for axis in MESH_AXES if getattr(parallel, axis) == -1]
     sizes = [getattr(parallel, axis) for axis in MESH_AXES]
     return math.prod(size for size in sizes if size != -1), (derived or [""])[0]
 
@@ -36,6 +36,20 @@ def degree(c: Any, axis: str) -> int | None:
     given = getattr(c.parallel, axis)
     if given != -1:
         return given
+    if axis == "ep":
+        reused = [degree(c, one) for one in ("dp_shard", "cp", "tp")]
+        return None if None in reused else math.prod(reused)
     fixed, _ = fixed_product(c.parallel)
     ranks = world_size(c)
     return None if ranks is None or fixed < 1 or ranks % fixed else ranks // fixed
+
+
+#: Nodes of pipeline.plugins that ship with the package; each does one thing that no other of them does.
+SHIPPED = ("pp", "quant", "tp", "ep", "cp", "async_tp", "ac", "compile", "fsdp")
+
+
+def does(c: Any, node: str) -> bool:
+    """Whether ``node`` is on, or a plugin that did not ship, which may do the same in its place."""
+    nodes = c.pipeline.plugins
+    on = [name for name in nodes if getattr(getattr(nodes, name), "_target_", None)]
+    return node in on or not set(on) <= set(SHIPPED)

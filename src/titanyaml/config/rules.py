@@ -14,10 +14,12 @@ from titanyaml.config import (
     rules_async_tp,
     rules_context,
     rules_data,
+    rules_expert,
     rules_loop,
     rules_measure,
     rules_mesh,
     rules_model,
+    rules_moe,
     rules_pipeline,
     rules_quant,
     rules_tensor,
@@ -27,8 +29,9 @@ from titanyaml.config.view import Rule, Unknown, View
 from titanyaml.errors import Problem
 
 RULES: tuple[Rule, ...] = (
-    *rules_model.RULES, *rules_mesh.RULES, *rules_tensor.RULES, *rules_async_tp.RULES, *rules_context.RULES,
-    *rules_pipeline.RULES, *rules_quant.RULES, *rules_loop.RULES, *rules_measure.RULES, *rules_data.RULES,
+    *rules_model.RULES, *rules_moe.RULES, *rules_mesh.RULES, *rules_tensor.RULES, *rules_async_tp.RULES,
+    *rules_context.RULES, *rules_expert.RULES, *rules_pipeline.RULES, *rules_quant.RULES, *rules_loop.RULES,
+    *rules_measure.RULES, *rules_data.RULES,
 )
 
 

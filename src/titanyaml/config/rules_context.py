@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from titanyaml.config.ranks import degree
+from titanyaml.config.ranks import degree, does
 from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
 from titanyaml.errors import Problem
 
@@ -16,10 +16,8 @@ rule = into(RULES)
 @rule("parallel", "launch", "pipeline.plugins")
 def context_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that cuts the sequence all cp ranks would count the same tokens."""
-    nodes, cp = c.pipeline.plugins, degree(c, "cp")
-    others = ("pp", "quant", "ac", "async_tp", "compile", "tp", "fsdp")
-    on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
-    if on or cp is None or cp < 2:
+    cp = degree(c, "cp")
+    if does(c, "cp") or cp is None or cp < 2:
         return None
     return Problem("pipeline.plugins.cp", f"is off, but {cp} ranks are to share every sequence",
                    allowed="titanyaml.plugins.cp.ContextParallel, or a plugin of yours in its place",

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.degrees import AXES, BUILT_AXES
-from titanyaml.config.ranks import degree, fixed_product, world_size
+from titanyaml.config.degrees import AXES
+from titanyaml.config.ranks import degree, does, fixed_product, world_size
+from titanyaml.config.rules_moe import num_mixtures
 from titanyaml.config.view import Rule, into, multiples_around, ways
 from titanyaml.errors import Problem
 
@@ -21,17 +22,6 @@ def degrees_are_sizes(c: Any) -> Problem | None:
     if not zero:
         return None
     return Problem(f"parallel.{zero[0]}", "is 0", allowed="1 or more; -1: derived", hint=f"parallel.{zero[0]}=1")
-
-
-@rule("parallel")
-def axes_are_built(c: Any) -> Problem | None:
-    missing = [axis for axis in AXES if axis not in BUILT_AXES and getattr(c.parallel, axis) not in (0, 1)]
-    if not missing:
-        return None
-    spelled = ", ".join(f"{axis}={getattr(c.parallel, axis)}" for axis in missing)
-    return Problem(f"parallel.{missing[0]}", f"{spelled}: not built yet; this version has "
-                   f"{', '.join(BUILT_AXES)} (ddpN, fsdpN, hsdpRxS, cpN, tpN, ppN)", allowed="1",
-                   hint=" ".join(f"parallel.{axis}=1" for axis in missing))
 
 
 @rule("parallel")
@@ -84,11 +74,8 @@ def global_batch_is_whole(c: Any) -> Problem | None:
 @rule("parallel", "launch", "pipeline.plugins")
 def data_ranks_share_gradients(c: Any) -> Problem | None:
     """Without a plugin that sums gradients each rank would silently train a model of its own."""
-    nodes = c.pipeline.plugins
-    others = ("pp", "quant", "ac", "async_tp", "compile", "tp", "cp")
-    on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
     ranks = (world_size(c) or 1) // max((degree(c, "tp") or 1) * (degree(c, "pp") or 1), 1)
-    if on or ranks <= 1:
+    if does(c, "fsdp") or ranks <= 1:
         return None
     return Problem("pipeline.plugins.fsdp", f"is off, but {ranks} ranks share the data: nothing would sum their "
                    "gradients", allowed="titanyaml.plugins.fsdp.FullyShard, or a plugin of yours in its place",
@@ -151,8 +138,14 @@ def num_parameters(model: Any) -> int:
     """Parameters of the decoder, a tied weight counted once; norms and biases are left out (below 0.1 %)."""
     head_dim = model.head_dim or model.dim // model.num_heads
     attention = 2 * model.dim * head_dim * (model.num_heads + model.num_kv_heads)
-    block = attention + 3 * model.dim * model.ffn_dim
-    return model.num_layers * block + model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
+    dense = 3 * model.dim * model.ffn_dim
+    embeddings = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
+    if not model.moe.num_experts:
+        return model.num_layers * (attention + dense) + embeddings
+    width = model.moe.num_experts * (model.moe.ffn_dim or model.ffn_dim) + model.moe.shared_ffn_dim
+    mixture = model.dim * (3 * width + model.moe.num_experts)
+    mixtures = num_mixtures(model)
+    return model.num_layers * attention + (model.num_layers - mixtures) * dense + mixtures * mixture + embeddings
 
 
 #: Bytes a weight of the two moments; None: as the weight's own.

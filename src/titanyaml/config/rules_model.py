@@ -42,11 +42,11 @@ def head_dim_is_even(c: Any) -> Problem | None:
 @rule("model.rope_scaling")
 def rope_bands_are_ordered(c: Any) -> Problem | None:
     scaling = c.model.rope_scaling
-    if scaling is None or scaling.low_freq_factor < scaling.high_freq_factor:
+    if scaling is None or scaling.low_freq_factor <= scaling.high_freq_factor:
         return None
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    return Problem("model.rope_scaling.high_freq_factor", f"is {high:g}, not above low_freq_factor={low:g}",
-                   allowed=f"> {low:g}", hint=f"model.rope_scaling.high_freq_factor={4 * low:g}")
+    return Problem("model.rope_scaling.high_freq_factor", f"is {high:g}, below low_freq_factor={low:g}",
+                   allowed=f">= {low:g}", hint=f"model.rope_scaling.high_freq_factor={4 * low:g}")
 
 
 @rule("train.seq_len", "model.max_seq_len")

@@ -8,7 +8,7 @@ from typing import Any
 from titanyaml.config import schema
 from titanyaml.config.kinds import spell
 from titanyaml.config.nearest import keys_of
-from titanyaml.config.ranks import degree, world_size
+from titanyaml.config.ranks import degree, does, world_size
 from titanyaml.config.rules_mesh import sharing_ranks
 from titanyaml.config.view import Rule, into, nearest_numbers, ways
 from titanyaml.errors import Problem
@@ -93,10 +93,7 @@ def pipeline_keys_agree(c: Any) -> Problem | None:
 @rule("parallel", "launch", "pipeline.plugins")
 def pipeline_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that splits the model all pp ranks would silently do the same work."""
-    nodes = c.pipeline.plugins
-    others = ("quant", "tp", "cp", "async_tp", "ac", "compile", "fsdp")
-    on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
-    if on or not _runs(c):
+    if does(c, "pp") or not _runs(c):
         return None
     return Problem("pipeline.plugins.pp", f"is off, but {_ranks(c)} ranks are to share the layers",
                    allowed="titanyaml.plugins.pp.PipelineParallel, or a plugin of yours in its place",

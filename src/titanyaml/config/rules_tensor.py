@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from titanyaml.config.ranks import degree
+from titanyaml.config.ranks import degree, does
 from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
 from titanyaml.errors import Problem
 
@@ -19,7 +19,7 @@ def _divides(c: Any, key: str, size: int) -> Problem | None:
     if tp is None or tp < 1 or size % tp == 0:
         return None
     shared = math.gcd(c.model.num_heads, c.model.num_kv_heads, c.model.ffn_dim, c.model.vocab_size,
-                      c.train.seq_len if c.parallel.tp_sequence_parallel else 0)
+                      c.model.moe.shared_ffn_dim, c.train.seq_len if c.parallel.tp_sequence_parallel else 0)
     degrees = [n for n in range(1, shared + 1) if shared % n == 0]
     near = multiples_around(size, tp)
     return Problem(key, f"is {size}, which {tp} tensor-parallel ranks cannot share evenly",
@@ -30,10 +30,8 @@ def _divides(c: Any, key: str, size: int) -> Problem | None:
 @rule("parallel", "launch", "pipeline.plugins")
 def tensor_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that splits the model all tp ranks would silently do the same work."""
-    nodes, tp = c.pipeline.plugins, degree(c, "tp")
-    others = ("pp", "quant", "ac", "async_tp", "compile", "fsdp", "cp")
-    on = [name for name in nodes if name not in others and getattr(getattr(nodes, name), "_target_", None)]
-    if on or tp is None or tp < 2:
+    tp = degree(c, "tp")
+    if does(c, "tp") or tp is None or tp < 2:
         return None
     return Problem("pipeline.plugins.tp", f"is off, but {tp} ranks are to share every matrix",
                    allowed="titanyaml.plugins.tp.TensorParallel, or a plugin of yours in its place",
@@ -53,6 +51,11 @@ def tensor_ranks_share_kv_heads(c: Any) -> Problem | None:
 @rule("parallel", "launch", "model", "train.seq_len")
 def tensor_ranks_share_features(c: Any) -> Problem | None:
     return _divides(c, "model.ffn_dim", c.model.ffn_dim)
+
+
+@rule("parallel", "launch", "model", "train.seq_len")
+def tensor_ranks_share_features_of_the_shared_expert(c: Any) -> Problem | None:
+    return _divides(c, "model.moe.shared_ffn_dim", c.model.moe.shared_ffn_dim)
 
 
 @rule("parallel", "launch", "model", "train.seq_len")

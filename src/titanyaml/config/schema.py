@@ -13,6 +13,7 @@ from titanyaml.config.schema_data import Data as Data
 from titanyaml.config.schema_data import Tokenizer as Tokenizer
 from titanyaml.config.schema_measure import Profile as Profile
 from titanyaml.config.schema_model import Model as Model
+from titanyaml.config.schema_model import MoE as MoE
 from titanyaml.config.schema_model import RopeScaling as RopeScaling
 from titanyaml.config.schema_parallel import Parallel as Parallel
 from titanyaml.config.schema_plugins import ActivationCheckpointing as ActivationCheckpointing

@@ -15,7 +15,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from titanyaml.config.degrees import BUILT_AXES, PARTS, parse_mesh_name
+from titanyaml.config.degrees import PARTS, parse_mesh_name
 
 CONF_PACKAGE = "titanyaml.conf"
 EXPERIMENTS_PACKAGE = "titanyaml.experiments"
@@ -71,7 +71,6 @@ def complete_mesh_name(prefix: str) -> list[str]:
     names = [
         head + part + "x".join(map(str, sizes))
         for part, axes in PARTS.items()
-        if set(axes) <= set(BUILT_AXES)
         for sizes in product(_COMPLETED_SIZES, repeat=len(axes))
     ]
     return sorted(name for name in names if name.startswith(prefix) and parse_mesh_name(name))

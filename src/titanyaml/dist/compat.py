@@ -113,6 +113,18 @@ def reduce_scatter(tensor: Tensor, size: int, group_name: str) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(pending)
 
 
+def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
+    """The first ``sent[0]`` rows to rank 0, and so on; ``received[r]`` rows from rank r, in the order of ranks."""
+    pending = torch.ops._c10d_functional.all_to_all_single(tensor.contiguous(), received, sent, group_name)
+    return torch.ops._c10d_functional.wait_tensor(pending)
+
+
+def grouped_mm(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows up to ``ends_E[0]`` (int32) times the first matrix, up to ``ends_E[1]`` times the second, ...: [M, O]."""
+    grouped = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    return grouped(x_MI, weight_EIO, offs=ends_E)
+
+
 def scaled_mm(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor) -> Tensor:
     """``left @ right`` of float8 matrices (row-major, column-major) in bfloat16, with fast accumulation.
 

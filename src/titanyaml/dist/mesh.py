@@ -11,6 +11,7 @@ from titanyaml.config import schema
 from titanyaml.config.degrees import MESH_AXES, resolve_degrees
 from titanyaml.dist import compat
 
+
 @dataclass(frozen=True)
 class ParallelDims:
     """Resolved degrees; none is -1. ``ep`` is no axis of its own: it reuses dp_shard*cp*tp."""
@@ -66,6 +67,21 @@ class ParallelDims:
         assert self.world_size > 1, "one rank alone has no mesh"
         return init_device_mesh(
             device_type, tuple(getattr(self, axis) for axis in MESH_AXES), mesh_dim_names=MESH_AXES
+        )
+
+    def build_experts(self, device_type: str) -> DeviceMesh | None:
+        """The same ranks as experts are spread over them: axes pp, dp_replicate, expert_shard, ep; None without ep.
+
+        The innermost ``ep`` of the dp_shard*cp*tp ranks share out the experts; ``expert_shard`` counts the groups of
+        them, which hold the same experts and over which FSDP shards those.
+        """
+        if self.ep == 1:
+            return None
+        shards, rest = divmod(self.dp_shard * self.cp * self.tp, self.ep)
+        assert rest == 0, "ep divides dp_shard*cp*tp"
+        return init_device_mesh(
+            device_type, (self.pp, self.dp_replicate, shards, self.ep),
+            mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"),
         )
 
     def data_rank(self, mesh: DeviceMesh | None) -> int:

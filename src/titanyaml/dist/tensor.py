@@ -1,4 +1,4 @@
-"""What tensor parallelism computes with: one tp group, its autograd-aware collectives, and who owns which row.
+"""What tensor and expert parallelism compute with: one group, its autograd-aware collectives, who owns which row.
 
 Activations are plain tensors. Each function says what the tp ranks hold before and after: *equal* (the same tensor),
 *part* (each its slice of the sequence) or *summand* (addends of the true value). The backward of each does the
@@ -67,6 +67,18 @@ def sum_gradient(x: Tensor, group: TensorGroup, *, dtype: torch.dtype | None = N
     return _SumGradient.apply(x, group.name, dtype or x.dtype)
 
 
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: TensorGroup) -> Tensor:
+    """Rows to the ranks that need them; the gradients go back.
+
+    Args:
+        x: [sum(sent), ...], the rows for rank 0 first. sent, received: rows to and from each rank.
+
+    Returns:
+        [sum(received), ...], the rows from rank 0 first.
+    """
+    return _ExchangeRows.apply(x, sent, received, group.name)
+
+
 def own_rows(ids: Tensor, *, rows: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
     """Where ids stand in this rank's ``rows`` rows of a table of ``rows * size``.
 
@@ -127,6 +139,19 @@ class _SumGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         name, dtype = ctx.group
         return compat.all_reduce(grad.to(dtype), "sum", name).to(grad.dtype), None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
+        ctx.way = sent, received, name
+        return compat.all_to_all(x, received, sent, name)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sent, received, name = ctx.way
+        return compat.all_to_all(grad, sent, received, name), None, None, None
 
 
 def _gather(x_BSD: Tensor, name: str, size: int) -> Tensor:

@@ -77,6 +77,11 @@ def _flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)
 
 
+def is_rotary(spec: Model, index: int) -> bool:
+    """Whether block ``index`` has rotary embedding."""
+    return not spec.nope_every or (index + 1) % spec.nope_every != 0
+
+
 class KVCache:
     """Keys and values of the tokens seen so far, for generation. Allocated at the first forward.
 
@@ -104,11 +109,16 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Causal attention in which N / K query heads share a key/value head; optional biases and per-head QK norm."""
+    """Causal attention in which N / K query heads share a key/value head; optional biases and per-head QK norm.
 
-    def __init__(self, spec: Model) -> None:
+    Args:
+        spec: sizes and variants. rotary: queries and keys are turned by their positions.
+    """
+
+    def __init__(self, spec: Model, *, rotary: bool = True) -> None:
         super().__init__()
-        self.head_dim = head_size(spec)
+        self.head_dim, self.rotary, self.eps = head_size(spec), rotary, spec.norm_eps
+        self.qk_l2_norm = spec.qk_l2_norm and rotary
         query_dim, kv_dim = spec.num_heads * self.head_dim, spec.num_kv_heads * self.head_dim
         self.grouped = spec.num_kv_heads != spec.num_heads
         self.wq = Linear(spec.dim, query_dim, bias=spec.attention_bias)
@@ -127,6 +137,7 @@ class Attention(nn.Module):
         keys_BKTH: Tensor | None = None,
         values_BKTH: Tensor | None = None,
         positions_S: Tensor | None = None,
+        temperature_S: Tensor | None = None,
     ) -> Tensor:
         """Attend; arguments as of ``decoder.TransformerBlock.forward``."""
         # the number of heads is read off the tensor: a shard holds fewer than the configuration says
@@ -135,9 +146,13 @@ class Attention(nn.Module):
         v_BSKH = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
-        q_BNSH = rotate(q_BSNH, cos_SP, sin_SP).transpose(1, 2)
-        k_BKTH = rotate(k_BSKH, cos_SP, sin_SP).transpose(1, 2)
-        v_BKTH = v_BSKH.transpose(1, 2)
+        if self.rotary:
+            q_BSNH, k_BSKH = rotate(q_BSNH, cos_SP, sin_SP), rotate(k_BSKH, cos_SP, sin_SP)
+        elif temperature_S is not None:
+            q_BSNH = (q_BSNH * temperature_S.view(-1, 1, 1)).to(q_BSNH.dtype)
+        if self.qk_l2_norm:
+            q_BSNH, k_BSKH = (F.rms_norm(t, (self.head_dim,), eps=self.eps) for t in (q_BSNH, k_BSKH))
+        q_BNSH, k_BKTH, v_BKTH = (t.transpose(1, 2) for t in (q_BSNH, k_BSKH, v_BSKH))
         if keys_BKTH is not None:
             k_BKTH = keys_BKTH.index_copy_(2, positions_S, k_BKTH)
             v_BKTH = values_BKTH.index_copy_(2, positions_S, v_BKTH)

@@ -1,4 +1,4 @@
-"""The decoder: Llama 3 and Qwen3 in one module; sizes and variants come from ``schema.Model``.
+"""The decoder: dense and mixture models in one module; sizes and variants come from ``schema.Model``.
 
 Knows nothing of parallelism, precision or the loop. Computes in the dtype of its weights; norms, rotary angles and
 losses are formed in float32 or wider. Shapes: B batch, S sequence, D model width, V vocabulary, P rotary frequencies,
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from titanyaml.config.schema import Model
 from titanyaml.errors import ConfigError
 from titanyaml.models import rope
-from titanyaml.models.attention import Attention, KVCache, Mask, document_mask, head_size
+from titanyaml.models.attention import Attention, KVCache, Mask, document_mask, head_size, is_rotary
 from titanyaml.models.layers import FeedForward, OutputProjection, RMSNorm
+from titanyaml.models.moe import Experts, MoE, is_mixture
 from titanyaml.models.protocol import BlockLayout, ModelFacts
 
 #: (hidden_BSD, head weight_VD, labels_BS or None) -> what the forward returns
@@ -28,12 +29,12 @@ HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class TransformerBlock(nn.Module):
     """Pre-norm residual block. Its forward takes tensors only, so that a plugin can wrap ``forward`` in place."""
 
-    def __init__(self, spec: Model) -> None:
+    def __init__(self, spec: Model, index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.dim, eps=spec.norm_eps)
-        self.attention = Attention(spec)
+        self.attention = Attention(spec, rotary=is_rotary(spec, index))
         self.ffn_norm = RMSNorm(spec.dim, eps=spec.norm_eps)
-        self.feed_forward = FeedForward(spec.dim, ffn_dim=spec.ffn_dim)
+        self.feed_forward = MoE(spec) if is_mixture(spec, index) else FeedForward(spec.dim, ffn_dim=spec.ffn_dim)
 
     def forward(
         self,
@@ -44,6 +45,7 @@ class TransformerBlock(nn.Module):
         keys_BKTH: Tensor | None = None,
         values_BKTH: Tensor | None = None,
         positions_S: Tensor | None = None,
+        temperature_S: Tensor | None = None,
     ) -> Tensor:
         """One block.
 
@@ -52,12 +54,15 @@ class TransformerBlock(nn.Module):
             mask: which position S may attend to which T, as ``attention.document_mask`` makes it, or bool, broadcast
                 to [B, heads, S, T]; None: causal.
             keys_BKTH, values_BKTH: this layer's cache, written in place at positions_S; None outside generation.
+            temperature_S: factors on queries without rotary embedding, float32 or wider; None: all 1.
 
         Returns:
             The residual stream [B, S, D].
         """
         h_BSD = self.attention_norm(x_BSD)
-        x_BSD = x_BSD + self.attention(h_BSD, cos_SP, sin_SP, mask, keys_BKTH, values_BKTH, positions_S)
+        x_BSD = x_BSD + self.attention(
+            h_BSD, cos_SP, sin_SP, mask, keys_BKTH, values_BKTH, positions_S, temperature_S
+        )
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
@@ -77,7 +82,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.tok_embeddings = nn.Embedding(spec.vocab_size, spec.dim)
-        self.layers = nn.ModuleList(TransformerBlock(spec) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(TransformerBlock(spec, i) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.dim, eps=spec.norm_eps)
         # Tied: there is no second parameter that could come untied; the embedding's weight is read twice.
         self.output = None if spec.tie_embeddings else OutputProjection(spec.dim, vocab_size=spec.vocab_size)
@@ -101,23 +106,29 @@ class Decoder(nn.Module):
         part._register_tables(self.rope_cos_TP.device)
         facts = self.facts
         part.facts = replace(
-            facts, blocks=tuple(blocks), embedding=facts.embedding if part.tok_embeddings is not None else "",
+            facts, blocks=tuple(blocks), layouts=tuple(facts.layouts[facts.blocks.index(name)] for name in blocks),
+            embedding=facts.embedding if part.tok_embeddings is not None else "",
             head=facts.head if heads else "", final_norm=facts.final_norm if heads else "",
         )
         return part
 
     def _register_tables(self, device: torch.device) -> None:
-        for name in ("rope_cos_TP", "rope_sin_TP"):
+        for name in ("rope_cos_TP", "rope_sin_TP", *(["temperature_T"] if self.spec.attention_temperature else [])):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.init_buffers(device)
 
     def init_buffers(self, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
-        """(Re)compute the rotary tables [max_seq_len, head_dim / 2] on ``device``; ``dtype`` float32 or float64."""
+        """(Re)compute the tables of all positions (rotary, temperature) on ``device``; ``dtype`` float32 or float64."""
         spec = self.spec
         frequencies_P = rope.inverse_frequencies(
             head_size(spec), theta=spec.rope_theta, scaling=spec.rope_scaling, dtype=dtype
         )
         self.rope_cos_TP, self.rope_sin_TP = rope.tables(frequencies_P, length=spec.max_seq_len, device=device)
+        if spec.attention_temperature:
+            self.temperature_T = rope.temperatures(
+                length=spec.max_seq_len, strength=spec.attention_temperature, floor=spec.attention_temperature_floor,
+                dtype=dtype, device=device,
+            )
 
     def forward(
         self,
@@ -161,12 +172,14 @@ class Decoder(nn.Module):
         h_BSD = self.tok_embeddings(tokens_BS) if self.embeds else tokens_BS
         at = slice(start, start + count) if positions_S is None else positions_S
         cos_SP, sin_SP = self.rope_cos_TP[at], self.rope_sin_TP[at]
+        temperature_S = self.temperature_T[at] if self.spec.attention_temperature else None
         if cache is not None:
-            h_BSD = self._run_cached(h_BSD, cos_SP, sin_SP, cache)
+            h_BSD = self._run_cached(h_BSD, cos_SP, sin_SP, temperature_S, cache)
         else:
-            mask = self._document_mask(documents_BS, rows_S, h_BSD.dtype)
+            whole, local = self._masks(documents_BS, rows_S, count, h_BSD.dtype)
             for block in self._blocks():
-                h_BSD = block(h_BSD, cos_SP, sin_SP, mask)
+                mask = local if block.attention.rotary else whole
+                h_BSD = block(h_BSD, cos_SP, sin_SP, mask, temperature_S=temperature_S)
         if not self.heads:
             return h_BSD
         h_BSD = self.norm(h_BSD)
@@ -178,21 +191,35 @@ class Decoder(nn.Module):
     def _blocks(self) -> Iterable[nn.Module]:
         return self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
 
-    def _document_mask(
-        self, documents_BT: Tensor | None, rows_S: Tensor | None, dtype: torch.dtype
-    ) -> Mask | None:
-        if not self.spec.document_mask:
-            return None
-        assert documents_BT is not None, "model.document_mask is on and documents_BS is missing"
-        return document_mask(documents_BT, rows_S, dtype=dtype)
+    def _masks(
+        self, documents_BT: Tensor | None, rows_S: Tensor | None, count: int, dtype: torch.dtype
+    ) -> tuple[Mask | None, Mask | None]:
+        """Masks of blocks without and with rotary embedding; they differ where the sequence exceeds a chunk."""
+        masked, chunk = self.spec.document_mask, self.spec.attention_chunk
+        assert not masked or documents_BT is not None, "model.document_mask is on and documents_BS is missing"
+        whole = document_mask(documents_BT, rows_S, dtype=dtype) if masked else None
+        length = documents_BT.shape[1] if masked else count
+        if chunk is None or length <= chunk:
+            return whole, whole
+        # a chunk of a document is a document by itself
+        chunks_T = torch.arange(length, device=self.rope_cos_TP.device) // chunk
+        parts_BT = documents_BT * length + chunks_T if masked else chunks_T.unsqueeze(0)
+        return whole, document_mask(parts_BT, rows_S, dtype=dtype)
 
-    def _run_cached(self, h_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, cache: KVCache) -> Tensor:
+    def _run_cached(
+        self, h_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, temperature_S: Tensor | None, cache: KVCache
+    ) -> Tensor:
         batch, count, _ = h_BSD.shape
         shape = (batch, self.spec.num_kv_heads, cache.length, head_size(self.spec))
         cache.start(len(self.layers), shape=shape, like=h_BSD)
         positions_S, mask_ST = cache.advance(count, device=h_BSD.device)
+        local_ST, chunk = mask_ST, self.spec.attention_chunk
+        if chunk is not None and cache.length > chunk:
+            positions_T = torch.arange(cache.length, device=h_BSD.device)
+            local_ST = mask_ST & ((positions_S // chunk).unsqueeze(1) == positions_T // chunk)
         for block, keys_BKTH, values_BKTH in zip(self.layers, cache.keys_BKTH, cache.values_BKTH, strict=True):
-            h_BSD = block(h_BSD, cos_SP, sin_SP, mask_ST, keys_BKTH, values_BKTH, positions_S)
+            mask = local_ST if block.attention.rotary else mask_ST
+            h_BSD = block(h_BSD, cos_SP, sin_SP, mask, keys_BKTH, values_BKTH, positions_S, temperature_S)
         return h_BSD
 
 
@@ -204,12 +231,16 @@ def build(spec: Model) -> Decoder:
 
 def _facts(model: Decoder) -> ModelFacts:
     spec = model.spec
+    num_params = sum(p.numel() for p in model.parameters())
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    idle = sum(p[spec.moe.top_k :].numel() for module in experts for p in module.parameters())
     return ModelFacts(
         blocks=tuple(f"layers.{i}" for i in range(spec.num_layers)),
         embedding="tok_embeddings",
         head="tok_embeddings" if spec.tie_embeddings else "output",
         final_norm="norm",
-        num_params=sum(p.numel() for p in model.parameters()),
+        num_params=num_params,
+        num_active_params=num_params - idle,
         num_embedding_params=model.tok_embeddings.weight.numel(),
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
@@ -220,12 +251,23 @@ def _facts(model: Decoder) -> ModelFacts:
         vocab_size=spec.vocab_size,
         max_seq_len=spec.max_seq_len,
         tied=spec.tie_embeddings,
-        layout=BlockLayout(
-            entries=("attention", "feed_forward"),
-            attention="attention",
-            column=("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
-            row=("attention.wo", "feed_forward.w2"),
-            stream_norms=("attention_norm", "ffn_norm"),
-            head_norms=("attention.q_norm", "attention.k_norm") if spec.qk_norm else (),
-        ),
+        layouts=tuple(_layout(spec, i) for i in range(spec.num_layers)),
+        num_experts=spec.moe.num_experts,
+    )
+
+
+def _layout(spec: Model, index: int) -> BlockLayout:
+    """Of block ``index``: a mixture's shared expert is a feed-forward by itself."""
+    mixture = is_mixture(spec, index)
+    ffn = "feed_forward.shared" if mixture else "feed_forward"
+    ffn = () if mixture and not spec.moe.shared_ffn_dim else (ffn,)
+    return BlockLayout(
+        entries=("attention", *ffn),
+        attention="attention",
+        column=("attention.wq", "attention.wk", "attention.wv", *(f"{name}.{w}" for name in ffn for w in ("w1", "w3"))),
+        row=("attention.wo", *(f"{name}.w2" for name in ffn)),
+        stream_norms=("attention_norm", "ffn_norm"),
+        head_norms=("attention.q_norm", "attention.k_norm") if spec.qk_norm else (),
+        router="feed_forward.router" if mixture else "",
+        experts="feed_forward.experts" if mixture else "",
     )

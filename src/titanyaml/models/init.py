@@ -1,7 +1,8 @@
 """Give a model on meta its memory and its first values, the same on every mesh.
 
 Every value depends on (seed, parameter name) alone: the whole tensor is drawn from a generator of that name on each
-rank, and a rank keeps its slice. Whatever nobody initialises stays NaN and is reported, never trained on.
+rank, and a rank keeps its slice. Of stacked experts each has a generator of its own. Whatever nobody initialises stays
+NaN and is reported, never trained on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from titanyaml.config.schema import Model
 from titanyaml.dist import rng
@@ -67,10 +68,10 @@ def initial_std(name: str, spec: Model) -> float | None:
     """Standard deviation of a matrix: ``init_std``, divided by sqrt(2 * layers) where its output is added to the
     residual stream (Radford et al. 2019, GPT-2), so that the stream's variance does not grow with depth. None for
     names that are no matrix of the decoder."""
-    if name.endswith((".wo.weight", ".w2.weight")):
+    if name.endswith((".wo.weight", ".w2.weight", ".experts.w2")):
         return spec.init_std / math.sqrt(2 * spec.num_layers)
     matrices = ("tok_embeddings.weight", "output.weight", ".wq.weight", ".wk.weight", ".wv.weight", ".w1.weight",
-                ".w3.weight")
+                ".w3.weight", ".router.weight", ".experts.w1", ".experts.w3")
     return spec.init_std if name.endswith(matrices) else None
 
 
@@ -78,8 +79,10 @@ def _initial_value(
     name: str, parameter: Tensor, *, spec: Model, device: torch.device, seed: int
 ) -> Tensor | None:
     """The float32 value of a parameter, placed as it is; None where no rule knows the name."""
-    value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
     std = initial_std(name, spec)
+    if ".experts." in name and std is not None:
+        return _stacked_value(name, parameter, std=std, device=device, seed=seed)
+    value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
     if std is not None:
         value.normal_(0.0, std, generator=rng.generator(seed, "init", name, device=device))
     elif name.endswith("norm.weight"):
@@ -92,6 +95,25 @@ def _initial_value(
         # src_data_rank=None: every rank slices its own draw, nothing is sent
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return value
+
+
+def _stacked_value(name: str, parameter: Tensor, *, std: float, device: torch.device, seed: int) -> Tensor:
+    """Stacked matrices, [E, ...]: one stream per matrix, so that a rank draws only those of its experts."""
+    mesh, placements = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else (None, ())
+    axes = [axis for axis, placement in enumerate(placements) if placement.is_shard(0) and mesh.size(axis) > 1]
+    mine, rest = range(parameter.shape[0]), list(placements)
+    if len(axes) == 1:
+        size = -(-len(mine) // mesh.size(axes[0]))  # as torch.chunk: the last shards may be smaller, or empty
+        mine = mine[mesh.get_local_rank(axes[0]) * size :][:size]
+        rest[axes[0]] = Replicate()
+    value = torch.empty((len(mine), *parameter.shape[1:]), dtype=torch.float32, device=device)
+    for matrix, index in zip(value, mine, strict=True):
+        matrix.normal_(0.0, std, generator=rng.generator(seed, "init", name, index, device=device))
+    if mesh is None:
+        return value
+    local = distribute_tensor(value, mesh, rest, src_data_rank=None).to_local()
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

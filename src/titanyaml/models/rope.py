@@ -24,10 +24,11 @@ def inverse_frequencies(
     theta^(-2i/H) (Su et al. 2021, RoFormer). With ``scaling`` (Llama 3.1 reference code): wavelengths above
     original/low_freq_factor are stretched by ``factor``, those below original/high_freq_factor are kept, and between
     them the frequency is interpolated linearly in original/wavelength. Every operation is rounded to ``dtype``, as in
-    the code that the published models were trained with: in float32 the values are theirs to the last bit.
+    the code that the published models were trained with: in float32 the values are theirs to the last bit. With equal
+    factors (Llama 4 Scout) nothing lies between.
 
     Raises:
-        ConfigError: head_dim is odd, or high_freq_factor is not above low_freq_factor.
+        ConfigError: head_dim is odd, or high_freq_factor is below low_freq_factor.
     """
     if head_dim % 2:
         raise ConfigError(
@@ -38,13 +39,14 @@ def inverse_frequencies(
     if scaling is None:
         return frequencies_P
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if high <= low:
+    if high < low:
         raise ConfigError(
-            f"{high} is not above low_freq_factor={low}", key="model.rope_scaling.high_freq_factor",
+            f"{high} is below low_freq_factor={low}", key="model.rope_scaling.high_freq_factor",
             hint=f"model.rope_scaling.high_freq_factor={4 * low}",
         )
     wavelengths_P = 2 * math.pi / frequencies_P
-    kept_P = ((scaling.original_max_seq_len / wavelengths_P - low) / (high - low)).clamp(0, 1)
+    turns_P = scaling.original_max_seq_len / wavelengths_P
+    kept_P = ((turns_P - low) / (high - low)).clamp(0, 1) if high > low else (turns_P >= low).to(dtype)
     return (1 - kept_P) * frequencies_P / scaling.factor + kept_P * frequencies_P
 
 
@@ -53,6 +55,13 @@ def tables(frequencies_P: Tensor, *, length: int, device: torch.device) -> tuple
     positions_T = torch.arange(length, dtype=frequencies_P.dtype, device=device)
     angles_TP = torch.outer(positions_T, frequencies_P.to(device))
     return angles_TP.cos(), angles_TP.sin()
+
+
+def temperatures(*, length: int, strength: float, floor: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1 + strength * log(1 + floor((position + 1) / floor)), [T] in ``dtype``: far queries without rotary embedding are
+    made sharper (Llama 4; Nakanishi 2025, arXiv 2501.19399)."""
+    positions_T = torch.arange(1, length + 1, dtype=dtype, device=device)
+    return 1 + strength * (positions_T / floor).floor().log1p()
 
 
 def rotate(x_BSNH: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:

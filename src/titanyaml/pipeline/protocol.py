@@ -64,6 +64,7 @@ class Context:
 
     Args:
         dims: degrees of the mesh. mesh: the DeviceMesh, None where one rank runs alone.
+        expert_mesh: the same ranks as experts lie on them (``ParallelDims.build_experts``); None where ep is 1.
         device: where the model will live ("meta" devices are used for planning).
         param_dtype, compute_dtype, reduce_dtype: master parameters; forward and backward; gradient reduction.
         facts: what the model says of itself. seq_len: tokens. local_batch: sequences per forward.
@@ -81,6 +82,7 @@ class Context:
     local_batch: int
     accumulation: int
     active: tuple[str, ...] = ()
+    expert_mesh: DeviceMesh | None = None
     log: logging.Logger = logging.getLogger("titanyaml.pipeline")
 
 

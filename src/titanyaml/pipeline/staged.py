@@ -49,7 +49,8 @@ class Staged(nn.Module):
         first_of = {name: next((got for part in self.parts if (got := getattr(part.facts, name))), "")
                     for name in ("embedding", "head", "final_norm")}
         self.facts = replace(
-            whole.facts, blocks=tuple(block for part in self.parts for block in part.facts.blocks), **first_of
+            whole.facts, blocks=tuple(block for part in self.parts for block in part.facts.blocks),
+            layouts=tuple(layout for part in self.parts for layout in part.facts.layouts), **first_of,
         )
         here = dict(self.named_parameters())
         self.elsewhere = {name: p for name, p in whole.named_parameters() if name not in here}

@@ -77,12 +77,14 @@ class Compile:
         self.earlier = compat.compile_counts()
         compat.guard_module_hooks()  # another plugin may hook a single block
         compat.mend_saved_rng_states()  # another plugin may have made DTensors of the parameters
-        names = ["*"] if self.mode == "model" else list(ctx.facts.blocks)
+        names, eager = (["*"], {}) if self.mode == "model" else _parts(ctx)
         for name in names:
             module = model if name == "*" else model.get_submodule(name)
             compat.compile_whole(module, backend=self.backend, on_limit=functools.partial(_limit_reached, module))
-        what = "the whole model" if self.mode == "model" else f"each of {len(names)} blocks"
-        return model, Change(f"{what} will be compiled by {self.backend} in the first step{self._keep_cache()}", names)
+        what = "the whole model" if self.mode == "model" else f"each of {len(names)} {'parts' if eager else 'blocks'}"
+        return model, Change(
+            f"{what} will be compiled by {self.backend} in the first step{self._keep_cache()}", names, eager
+        )
 
     def _keep_cache(self) -> str:
         """Point inductor at the folder; what to say of it. Ranks of one machine share it: inductor locks its files."""
@@ -107,6 +109,21 @@ class Compile:
         if counts.breaks:
             raise PipelineError([Problem("compile.mode", f"the graph broke: {why}") for why in counts.breaks])
         return Change(f"{counts.graphs} graph{'s' * (counts.graphs > 1)} compiled, 0 graph breaks", ["*"])
+
+
+def _parts(ctx: Context) -> tuple[list[str], dict[str, str]]:
+    """What is compiled one by one, and what is not, with the reason.
+
+    Blocks; of a mixture whose tokens travel, what lies around it: how many rows arrive is known at run time only, and
+    FSDP gathers the experts by themselves.
+    """
+    names, eager = [], {}
+    for block, layout in zip(ctx.facts.blocks, ctx.facts.layouts, strict=True):
+        travels = layout.experts and ctx.dims.ep > 1
+        names += [f"{block}.{entry}" for entry in layout.entries] if travels else [block]
+        if travels:
+            eager[f"{block}.{layout.experts}"] = "its rows come from other ranks, as many as are sent"
+    return names, eager
 
 
 def _limit_reached(module: nn.Module, limit: int) -> NoReturn:

@@ -72,7 +72,8 @@ class ContextParallel:
         assert ctx.mesh is not None, "more than one rank and no mesh"
         group = TensorGroup.of(ctx.mesh["cp"])
         kernel = kernel_for(ctx.device, ctx.compute_dtype, head_dim=ctx.facts.head_dim)
-        names = [f"{block}.{ctx.facts.layout.attention}" for block in ctx.facts.blocks]
+        facts = ctx.facts
+        names = [f"{block}.{layout.attention}" for block, layout in zip(facts.blocks, facts.layouts, strict=True)]
         for name in names:
             module = model.get_submodule(name)
             if type(module) is not Attention:

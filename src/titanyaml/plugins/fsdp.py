@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from titanyaml.errors import Problem
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
@@ -83,8 +84,12 @@ class FullyShard:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
         staged = ctx.dims.pp > 1
         always, never = self.reshard_after_forward == "always", self.reshard_after_forward == "never" or staged
-        for name in blocks:
+        for name, layout in zip(blocks, ctx.facts.layouts, strict=True):
             reshard = always or (name != blocks[-1] and not never)
+            if layout.experts and ctx.dims.ep > 1:
+                experts = {"mesh": _expert_mesh(ctx), "shard_placement_fn": lambda parameter: Shard(1)}
+                fully_shard(model.get_submodule(f"{name}.{layout.experts}"), reshard_after_forward=reshard,
+                            **options | experts)
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard, **options)
         for part in parts(model):
             fully_shard(part, reshard_after_forward=always, **options)
@@ -115,9 +120,16 @@ class FullyShard:
             block.set_modules_to_backward_prefetch(blocks[max(i - self.prefetch, 0) : i][::-1])
 
 
+def _expert_mesh(ctx: Context) -> Any:
+    """The ranks that hold the same experts, which are sharded along their second dimension: the first is ep's."""
+    mesh = ctx.expert_mesh
+    return mesh["expert_shard"] if ctx.dims.dp_replicate == 1 else mesh["dp_replicate", "expert_shard"]
+
+
 def _axes(ctx: Context) -> str:
     degrees = {axis: getattr(ctx.dims, axis) for axis in ("dp_replicate", "dp_shard", "cp")}
-    return " x ".join(f"{axis}({degree})" for axis, degree in degrees.items() if degree > 1)
+    axes = " x ".join(f"{axis}({degree})" for axis, degree in degrees.items() if degree > 1)
+    return axes if ctx.dims.ep == 1 else f"{axes}, experts over expert_shard({ctx.expert_mesh['expert_shard'].size()})"
 
 
 def _policy(ctx: Context) -> MixedPrecisionPolicy:

@@ -140,11 +140,13 @@ class Quantize:
 def local_shape(name: str, layer: nn.Linear, ctx: Context) -> tuple[int, int]:
     """(N, K) of the weight that a rank multiplies with. FSDP shards do not count: weights are whole when used."""
     n, k = layer.out_features, layer.in_features
-    layout, tp = ctx.facts.layout, ctx.dims.tp
-    inner = next((name[len(block) + 1 :] for block in ctx.facts.blocks if name.startswith(f"{block}.")), "")
-    if inner in layout.column:
-        return n // tp, k
-    return (n, k // tp) if inner in layout.row else (n, k)
+    tp = ctx.dims.tp
+    for block, layout in zip(ctx.facts.blocks, ctx.facts.layouts, strict=True):
+        if name in [f"{block}.{inner}" for inner in layout.column]:
+            return n // tp, k
+        if name in [f"{block}.{inner}" for inner in layout.row]:
+            return n, k // tp
+    return n, k
 
 
 def _is_small(recipe: str, n: int, k: int) -> bool:

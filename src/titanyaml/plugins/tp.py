@@ -5,6 +5,9 @@ shards with explicit collectives (``dist.tensor``), in modules that change their
 attention or feed-forward is gathered along the sequence and what leaves them is summed and scattered; between them,
 with sequence parallelism, every rank holds its slice of the sequence only. Without it the residual stream is whole on
 every rank, and there is one all-reduce each way instead (Shoeybi et al. 2019; Korthikanti et al. 2022).
+
+Router and experts of a mixture work token by token. They are whole on every rank and, with sequence parallelism, do the
+rank's own slice of the sequence: nothing is gathered for them. Splitting experts is the ep axis' work.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from titanyaml.dist.tensor import TensorGroup, gather_sequence, local, own_rows, scatter_sum, sum_gradient, sum_parts
 from titanyaml.errors import DataError, PipelineError, Problem
 from titanyaml.models.layers import Linear, OutputProjection, RMSNorm
+from titanyaml.models.moe import Experts, Router
 from titanyaml.pipeline.protocol import Change, Context
 
 
@@ -63,8 +67,8 @@ class TensorParallel:
         """
         assert ctx.mesh is not None, "more than one rank and no mesh"
         split = _Splitter(model, ctx.mesh["tp"], sequence=self.sequence_parallel, dtype=ctx.reduce_dtype)
-        facts, layout = ctx.facts, ctx.facts.layout
-        for block in facts.blocks:
+        facts = ctx.facts
+        for block, layout in zip(facts.blocks, facts.layouts, strict=True):
             for name in layout.column:
                 split.column(f"{block}.{name}")
             for name in layout.row:
@@ -75,6 +79,10 @@ class TensorParallel:
                 split.norm(f"{block}.{name}", sees_a_part=True)
             for name in layout.entries:
                 model.get_submodule(f"{block}.{name}").register_forward_pre_hook(split.enter)
+            if layout.router:
+                split.router(f"{block}.{layout.router}")
+            if layout.experts and ctx.dims.ep == 1:
+                split.experts(f"{block}.{layout.experts}")
         if facts.embedding:
             split.embedding(facts.embedding)
         if facts.final_norm:
@@ -82,9 +90,10 @@ class TensorParallel:
             model.get_submodule(facts.final_norm).register_forward_hook(split.leave)
         if facts.head and not facts.tied:
             split.head(facts.head)
+        replicated = "norms, routers and experts" if facts.num_experts else "norms"
         stream = "the residual stream by sequence" if self.sequence_parallel else "the residual stream whole"
         return model, Change(
-            f"{len(split.sharded)} modules over tp({ctx.dims.tp}), {len(split.replicated)} norms replicated; "
+            f"{len(split.sharded)} modules over tp({ctx.dims.tp}), {len(split.replicated)} {replicated} replicated; "
             f"vocabulary and loss by {facts.vocab_size // ctx.dims.tp} ids, {stream}",
             [*split.sharded, *split.replicated],
         )
@@ -112,6 +121,16 @@ class _Splitter:
     def norm(self, name: str, *, sees_a_part: bool) -> None:
         module = self._turn(name, RMSNorm, ReplicatedNorm, weight=Replicate())
         module.sees_a_part, module.dtype = sees_a_part, self.dtype
+        self.replicated.append(name)
+
+    def router(self, name: str) -> None:
+        module = self._turn(name, Router, ReplicatedRouter, weight=Replicate())
+        module.peers, module.dtype = self.group if self.sequence else None, self.dtype
+        self.replicated.append(name)
+
+    def experts(self, name: str) -> None:
+        module = self._turn(name, Experts, ReplicatedExperts, **dict.fromkeys(("w1", "w2", "w3"), Replicate()))
+        module.sees_a_part, module.dtype = self.sequence, self.dtype
         self.replicated.append(name)
 
     def embedding(self, name: str) -> None:
@@ -194,6 +213,29 @@ class ReplicatedNorm(RMSNorm):
         if self.sees_a_part:
             weight = sum_gradient(weight, self.group, dtype=self.dtype)
         return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class ReplicatedRouter(Router):
+    """Whole on every rank; with ``peers`` it sees a slice of the sequence, and the gradients are summed."""
+
+    group: TensorGroup
+    dtype: torch.dtype
+
+    def matrix(self) -> Tensor:
+        weight = local(self.weight)
+        return weight if self.peers is None else sum_gradient(weight, self.group, dtype=self.dtype)
+
+
+class ReplicatedExperts(Experts):
+    """Whole on every rank. Where a rank sees a part of the tokens, the gradients are summed."""
+
+    group: TensorGroup
+    sees_a_part: bool
+    dtype: torch.dtype
+
+    def matrices(self) -> tuple[Tensor, ...]:
+        whole = tuple(map(local, (self.w1, self.w2, self.w3)))
+        return tuple(sum_gradient(w, self.group, dtype=self.dtype) for w in whole) if self.sees_a_part else whole
 
 
 class VocabEmbedding(nn.Embedding):

@@ -41,10 +41,12 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
             console.print(show.stages_table(model.plan))
             console.print(show.schedules_table(model.plan))
     facts, seq_len = ctx.facts, config.train.seq_len
+    active = f" ({facts.num_active_params:,} active)" if facts.num_experts else ""
     tokens = setup.global_batch(config, dims) * seq_len
     console.print(
-        f"{config.model.name}: {facts.num_params:,} parameters, {facts.flops_per_token(seq_len) / 1e9:,.2f} GFLOP "
-        f"per token at {seq_len} tokens; {tokens:,} tokens a step, accumulation {ctx.accumulation}; compute "
+        f"{config.model.name}: {facts.num_params:,} parameters{active}, "
+        f"{facts.flops_per_token(seq_len) / 1e9:,.2f} GFLOP per token at {seq_len} tokens; "
+        f"{tokens:,} tokens a step, accumulation {ctx.accumulation}; compute "
         f"{dtype_name(ctx.compute_dtype)} on {env.device.type}",
         highlight=False,
     )

@@ -29,6 +29,7 @@ from titanyaml.errors import DataError
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.init import materialise
+from titanyaml.models.moe import expert_biases
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.pipeline.protocol import Change, Context
 from titanyaml.rundir import RunDir
@@ -58,8 +59,9 @@ class Built:
     changes: list[tuple[str, Change]]
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter under its name, in full precision: what a checkpoint holds."""
-        return {n: float8.plain(self.masters.get(n, p.detach())) for n, p in self.model.named_parameters()}
+        """Every parameter under its name, in full precision, and the biases of routers: what a checkpoint holds."""
+        masters = {n: float8.plain(self.masters.get(n, p.detach())) for n, p in self.model.named_parameters()}
+        return masters | expert_biases(self.model)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -106,6 +108,7 @@ def transform(
             global_batch=global_batch(config, dims), local_batch=config.train.local_batch, data_degree=dims.data_degree
         ),
         log=log,
+        expert_mesh=dims.build_experts(env.device.type) if mesh is not None else None,
     )
     resolved = pipeline.resolve(config.pipeline.plugins, ctx)
     model, changes = pipeline.run(model.to(ctx.param_dtype), resolved, ctx)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,15 +20,18 @@ from titanyaml.runner.setup import to_device
 
 if TYPE_CHECKING:
     from titanyaml.data.loader import Batch
+    from titanyaml.runner.routing import Routing
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: mean over the valid tokens of all ranks (nats). grad_norm: before clipping. tokens: valid ones."""
+    """loss: mean over the valid tokens of all ranks (nats). grad_norm: before clipping. tokens: valid ones.
+    routing: figures of a mixture's routers (``Routing.end``)."""
 
     loss: float
     grad_norm: float
     tokens: int
+    routing: dict[str, float] = field(default_factory=dict)
 
 
 def valid_tokens(batches: Sequence[Batch]) -> int:
@@ -45,11 +48,12 @@ class TrainStep:
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, loss_fn: CrossEntropy, max_norm: float | None,
-        documents: bool, env: Env, adds_loss: bool = True,
+        documents: bool, env: Env, adds_loss: bool = True, routing: Routing | None = None,
     ) -> None:
-        """``adds_loss``: whether this rank's loss is added up (``ParallelDims.adds_loss``)."""
+        """``adds_loss``: whether this rank's loss is added up (``ParallelDims.adds_loss``); ``routing``: or None."""
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.max_norm, self.documents, self.env, self.adds_loss = max_norm, documents, env, adds_loss
+        self.routing = routing
 
     def __call__(self, batches: Sequence[Batch], *, tokens: int, lr: float) -> StepResult:
         """Train on this rank's microbatches.
@@ -61,6 +65,8 @@ class TrainStep:
         Raises:
             NonFiniteError: loss or gradient norm is not finite; weights and moments are as before.
         """
+        if self.routing is not None:
+            self.routing.begin(tokens)
         loss_sum = self._accumulate(batches, tokens)
         grads = self.optimizer.grads()
         if isinstance(self.model, Staged):
@@ -80,7 +86,7 @@ class TrainStep:
             norm.clip_(grads, grad_norm, self.max_norm)
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
-        return result
+        return result if self.routing is None else replace(result, routing=self.routing.end(tokens))
 
     def _accumulate(self, batches: Sequence[Batch], tokens: int) -> Tensor:
         """Sum of token losses of this rank; gradients of (sum / tokens) are left on the parameters."""

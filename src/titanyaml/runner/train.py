@@ -14,6 +14,7 @@ from titanyaml.data.loader import Batches
 from titanyaml.dist import agree, comm, rng, signals
 from titanyaml.dist.env import Env, set_timeout
 from titanyaml.errors import NonFiniteError, Preempted
+from titanyaml.models.moe import expert_biases
 from titanyaml.optim.schedule import lr_at
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.rundir import RunDir
@@ -21,6 +22,7 @@ from titanyaml.runner import report, setup
 from titanyaml.runner.evaluate import mean_loss
 from titanyaml.runner.meter import Meter
 from titanyaml.runner.profiler import Profiler
+from titanyaml.runner.routing import Routing
 from titanyaml.runner.step import TrainStep, valid_tokens
 
 
@@ -64,10 +66,15 @@ class Trainer:
             config.optim, dict(self.built.model.named_parameters()), masters=self.built.masters,
             device=setup.storage(config, env), elsewhere=getattr(self.built.model, "elsewhere", None),
         )
+        moe = config.model.moe
+        routing = moe.num_experts and Routing(
+            self.built.model, moe, self.built.context.facts, mesh=self.built.context.mesh, env=env
+        )
         self.train_step = TrainStep(
             self.built.model, self.optimizer, loss_fn=setup.loss_function(config), max_norm=config.train.max_norm,
             documents=config.model.document_mask, env=env,
             adds_loss=dims.adds_loss(self.built.context.mesh),
+            routing=routing or None,
         )
         self.checkpointer = setup.checkpointer(config, run, env)
         self.step, data_state = self._restore()
@@ -150,7 +157,8 @@ class Trainer:
         self.last = {"loss": result.loss}
         if validation_loss is None and step % config.train.log_every and step != config.train.steps:
             return
-        record = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **self.meter.read(step)}
+        record = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **result.routing,
+                  **self.meter.read(step)}
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
         self.last = record
@@ -162,7 +170,7 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         weights = {name: self.optimizer.master(name).detach() for name in self.optimizer.names}
-        return {"model": weights, "optim": self.optimizer.state_tensors()}
+        return {"model": weights | expert_biases(self.built.model), "optim": self.optimizer.state_tensors()}
 
     def _save(self) -> None:
         """Commit a checkpoint of this step, unless it is there already or saving is off."""
