@@ -105,6 +105,8 @@ CASES = {
     "compiled_blocks_have_one_backward": (["parallel=pp2", "parallel.pp_schedule=DualPipeV", "compile=block"],
                                           "is 'block', but the schedule runs each backward in two parts"),
     "stages_are_gathered_whole": (["parallel=fsdp2_pp2", "parallel.fsdp_prefetch=1"], "is 1, but a pipeline gathers"),
+    "mixtures_have_one_backward": (["model=moe_debug", "parallel=pp2", "parallel.pp_schedule=ZBVZeroBubble"],
+                                   "runs each backward in two parts, in which the routers"),
     "blocks_are_recomputed_once": (["parallel=pp2", "parallel.pp_schedule=ZBVZeroBubble", "ac=full"],
                                    "is full, but the schedule runs each backward in two parts"),
     "tensor_ranks_share_features_of_the_shared_expert": (

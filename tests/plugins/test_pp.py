@@ -99,6 +99,7 @@ def compare(cases: dict[str, Case], world_size: int) -> None:
             assert all(torch.equal(one["initial"][n], expected["initial"][n]) for n in one["initial"]), name
             assert one["losses"] == pytest.approx(expected["losses"], abs=1e-9, rel=0), name
             assert one["norms"] == pytest.approx(expected["norms"], rel=1e-8), name
+            assert one["routing"] == [pytest.approx(row, rel=1e-9) for row in expected["routing"]], name
             for got, wanted in zip(one["grads"], expected["grads"], strict=True):
                 for parameter, grad in got.items():
                     error = (grad - wanted[parameter]).norm()
@@ -151,6 +152,21 @@ def test_with_split_sequences() -> None:
         "1F1B": Case(dims, {"schedule": "1F1B"}, {"cp": cp("allgather"), "ac": FULL, "fsdp": FSDP}, model=EVERYTHING),
         "v": Case(dims, {"schedule": "DualPipeV"}, {"cp": cp("ring"), "fsdp": FSDP}),
         "looped": Case(dims, {"schedule": "LoopedBFS"}, {"cp": cp("ulysses"), "fsdp": FSDP}),
+    }, 4)
+
+
+def test_with_spread_experts() -> None:
+    """Every second block is a mixture."""
+    mixture = {"moe": schema.MoE(
+        num_experts=4, top_k=2, ffn_dim=24, shared_ffn_dim=16, every=2, score="sigmoid", normalize=True, bias_rate=0.01,
+        balance_loss=0.05,
+    )}
+    ep = {"ep": {"_target_": "titanyaml.plugins.ep.ExpertParallel"}, "fsdp": FSDP}
+    dims = ParallelDims(pp=2, dp_shard=2, ep=2)
+    compare({
+        "1F1B": Case(dims, {"schedule": "1F1B"}, {**ep, "ac": FULL}, model=mixture),
+        "looped": Case(dims, {"schedule": "LoopedBFS"}, {**ep, "compile": COMPILE}, model=mixture),
+        "GPipe": Case(dims, {"schedule": "GPipe"}, ep, model=mixture | {"tie_embeddings": True}),
     }, 4)
 
 
@@ -217,7 +233,8 @@ def loaded(rank: int, path: str, case: Case) -> dict[str, Tensor]:
 def built_on(case: Case) -> Built:
     mesh = case.dims.build("cpu") if case.dims.world_size > 1 else None
     nodes = {"pp": {**PP, **case.pp}, **case.nodes}
-    return build(nodes, model_spec=case.spec(), dims=case.dims, mesh=mesh, accumulation=case.accumulation)
+    return build(nodes, model_spec=case.spec(), dims=case.dims, mesh=mesh, accumulation=case.accumulation,
+                 expert_mesh=case.dims.build_experts("cpu") if mesh is not None else None)
 
 
 def test_checkpoints_are_read_by_every_mesh(tmp_path: Path) -> None:

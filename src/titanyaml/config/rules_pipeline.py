@@ -244,6 +244,16 @@ def blocks_are_recomputed_once(c: Any) -> Problem | None:
                    hint=f"ac=none or {way}")
 
 
+@rule("parallel", "launch", "model.moe.num_experts")
+def mixtures_have_one_backward(c: Any) -> Problem | None:
+    """Routers report loads as gradients, which the second part, for weights alone, does not form."""
+    if not c.model.moe.num_experts or not (way := _splits(c)):
+        return None
+    return Problem("parallel.pp_schedule", "runs each backward in two parts, in which the routers of "
+                   "model.moe.num_experts experts cannot report their loads",
+                   allowed="a schedule with whole backwards for a mixture of experts", hint=way)
+
+
 @rule("parallel", "launch")
 def stages_are_gathered_whole(c: Any) -> Problem | None:
     if not _runs(c) or c.parallel.fsdp_prefetch is None:

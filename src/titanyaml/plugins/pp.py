@@ -60,7 +60,9 @@ class PipelineParallel:
             return [Problem("parallel.pp_schedule_csv" if self.schedule_csv else "parallel.pp_schedule", violation)]
         if not any(action.kind == "I" for order in plan.orders() for action in order):
             return []
-        return [
+        routers = [Problem("parallel.pp_schedule", "runs each backward in two parts, in which routers cannot report",
+                           hint="parallel.pp_schedule=Interleaved1F1B")] if ctx.facts.num_experts else []
+        return routers + [
             Problem(f"{node}.mode", f"is on, but the schedule runs each backward in two parts, {why}",
                     hint=f"{node}=none or parallel.pp_schedule=Interleaved1F1B")
             for node, why in _WHOLE_BACKWARD.items() if node in ctx.active
