@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,7 +12,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from titanyaml import machine
 from titanyaml.config import store
+
+if not machine.gpus():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: our kernels then run on a CPU
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,11 @@ A plain loss holds logits, their float32 copy and its gradient at once: tokens *
 16,384 tokens of Llama 3. Here a chunk of tokens is projected, turned into losses and *at once* into gradients of the
 hidden states and of the head's weight; then its logits are freed. The backward pass only scales those gradients.
 
+With the fused kernel (``kernels.cross_entropy``) a chunk's logits stay in the dtype of the hidden states and are
+overwritten by their gradient. A bfloat16 logit is then rounded before the softmax: it is off by at most 2^-9 of itself,
+so that a token's loss is off by at most 2^-8 of its largest absolute logit; the roundings are unbiased and average out
+over tokens. Without it the logits are float32.
+
 The chunk loop is one custom operator, so that Dynamo, AOTAutograd and fake tensors take it whole: no graph break in a
 compiled model. Where the head's weight is a DTensor over tensor-parallel ranks, each of them forms the logits of its
 own rows only, and the normalisation is taken over all. Shapes: B batch, S sequence, N = B*S tokens, C tokens of a
@@ -24,6 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 from titanyaml.dist import compat
 from titanyaml.dist.tensor import TensorGroup, local, own_rows
 from titanyaml.errors import DataError
+from titanyaml.kernels.cross_entropy import cross_entropy_
 
 #: Label of a position that has no target.
 IGNORE_INDEX = -100
@@ -37,10 +43,12 @@ class CrossEntropy:
 
     Args:
         chunk_tokens: tokens whose logits exist at one time. ignore_index: label of positions without a target.
+        fused: use the Triton kernel where the head's weight is whole.
     """
 
     chunk_tokens: int
     ignore_index: int = IGNORE_INDEX
+    fused: bool = False
 
     def __call__(self, hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor) -> Tensor:
         """Project, normalise, sum.
@@ -57,15 +65,15 @@ class CrossEntropy:
             true one on each.
 
         Raises:
-            DataError: a label is outside the vocabulary (CPU). On CUDA the lookup's device-side assertion fails
-                instead, since looking at the labels would stall the device in every step.
+            DataError: a label is outside the vocabulary (CPU). On CUDA, since looking at the labels would stall the
+                device in every step, the lookup's device-side assertion fails instead, or the fused loss is NaN.
         """
         group = TensorGroup.of(weight_VD.device_mesh) if isinstance(weight_VD, DTensor) else _ALONE
         return _ChunkedCrossEntropy.apply(
             hidden_BSD.flatten(0, -2), local(weight_VD), labels_BS.flatten(), self.chunk_tokens, self.ignore_index,
             torch.is_grad_enabled() and hidden_BSD.requires_grad,
             torch.is_grad_enabled() and weight_VD.requires_grad,
-            group.name, group.rank, group.size,
+            group.name, group.rank, group.size, self.fused and not group.name,
         )
 
 
@@ -73,11 +81,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
-        hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int,
+        hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, fused: bool,
     ) -> Tensor:
         loss, *gradients = _operator(
             hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, hidden_needs_grad, weight_needs_grad,
-            group_name, rank, size,
+            group_name, rank, size, fused,
         )
         ctx.save_for_backward(*gradients)
         ctx.dtype = weight_VD.dtype
@@ -94,17 +102,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             weight = torch.empty_like(grad_weight_VD, dtype=ctx.dtype)
             torch.mul(grad_weight_VD, grad_loss, out=weight)  # no second float32 copy of [V, D]
-        return hidden, weight, *(None,) * 8
+        return hidden, weight, *(None,) * 9
 
 
 def chunked_cross_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
-    hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int,
+    hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients of its sum in one pass over chunks of tokens.
 
     Args:
         group_name: process group over whose ``size`` ranks the weight's rows lie; "" where they are all here.
+        fused: use the Triton kernel: for a weight that is whole, and not in float64.
 
     Returns:
         The 0-dim sum; its gradient by hidden_ND in hidden_ND's dtype; its gradient by weight_VD in float32 (float64).
@@ -115,9 +124,11 @@ def chunked_cross_entropy(
     """
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     valid_N = labels_N != ignore_index
-    labels_N = labels_N.where(valid_N, 0)
     if labels_N.device.type == "cpu":
-        _check_labels(labels_N, vocab_size=weight_VD.shape[0] * size)
+        _check_labels(labels_N.where(valid_N, 0), vocab_size=weight_VD.shape[0] * size)
+    if fused:
+        return _fused(hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, hidden_needs_grad, weight_needs_grad)
+    labels_N = labels_N.where(valid_N, 0)
     labels_N, mine_N = own_rows(labels_N, rows=weight_VD.shape[0], rank=rank, size=size)
     loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
     grad_hidden_ND, grad_weight_VD = _gradient_buffers(hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad)
@@ -140,6 +151,27 @@ def chunked_cross_entropy(
     if group_name:
         loss = compat.all_reduce(loss, "sum", group_name)  # each label was counted where its row is
     return loss, grad_hidden_ND, grad_weight_VD
+
+
+def _fused(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
+    hidden_needs_grad: bool, weight_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``chunked_cross_entropy`` with one buffer of logits that becomes the buffer of their gradients."""
+    tokens, needs_grad = hidden_ND.shape[0], hidden_needs_grad or weight_needs_grad
+    grad_hidden_ND, grad_weight_VD = _gradient_buffers(hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad)
+    losses_N = torch.empty(tokens, dtype=torch.float32, device=hidden_ND.device)
+    buffer_CV = hidden_ND.new_empty(min(chunk_tokens, tokens), weight_VD.shape[0])
+    for start in range(0, tokens, chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        hidden_CD = hidden_ND[rows]
+        logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV[: hidden_CD.shape[0]])
+        losses_N[rows] = cross_entropy_(logits_CV, labels_N[rows], ignore_index=ignore_index, gradient=needs_grad)
+        if hidden_needs_grad:
+            torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[rows])
+        if weight_needs_grad:
+            _add_outer(grad_weight_VD, logits_CV, hidden_CD)
+    return losses_N.sum(), grad_hidden_ND, grad_weight_VD
 
 
 def _log_probs(logits_CV: Tensor, *, group_name: str) -> Tensor:
@@ -207,7 +239,7 @@ _operator = torch.library.custom_op("titanyaml::chunked_cross_entropy", chunked_
 @_operator.register_fake
 def _(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
-    hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int,
+    hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden_ND.new_empty((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
     return loss, *_gradient_buffers(hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad)
@@ -216,7 +248,7 @@ def _(
 @register_flop_formula(torch.ops.titanyaml.chunked_cross_entropy)
 def _flops(
     hidden_shape: Any, weight_shape: Any, labels_shape: Any, chunk_tokens: int, ignore_index: int,
-    hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, **_: Any,
+    hidden_needs_grad: bool, weight_needs_grad: bool, *_: Any, **__: Any,
 ) -> int:
     """The three matrix products, as ``torch.utils.flop_counter`` counts those that it can see."""
     return 2 * hidden_shape[0] * weight_shape[0] * weight_shape[1] * (1 + hidden_needs_grad + weight_needs_grad)

@@ -29,6 +29,7 @@ COMPANIONS = {
     ("tokenizer", "hf"): ["tokenizer.path=tokenizer.json"],
     **{("quant", name): ["quant.emulate=true"] for name in (
         "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")},
+    ("kernels", "fused"): ["runner=check"],
     ("runner", "eval"): ["runner.checkpoint=."],
     ("runner", "sample"): ["runner.checkpoint=.", "parallel=single"],
 }

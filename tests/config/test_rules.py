@@ -152,6 +152,7 @@ CASES = {
     "wsd_decays": (["schedule=wsd", "schedule.decay_steps=0"], "wsd without decay is constant"),
     "float64_is_everywhere": (["train.param_dtype=float64"], "is auto, but train.param_dtype is float64"),
     "reduction_is_as_wide_as_compute": (["train.reduce_dtype=bfloat16", "train.compute_dtype=float32"], "may round"),
+    "fused_kernels_run_here": (["kernels=fused"], "is fused, but there is no GPU here"),
     "group_patterns_compile": (["optim.groups=[{pattern: 'a('}]"], "no regular expression"),
     "names_are_folders": (["run.name=a/b"], "is 'a/b', which is no name for a folder"),
     "run_has_a_folder": (["run.dir=''"], "is '', which is no folder for a run"),

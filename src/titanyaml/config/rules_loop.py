@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from titanyaml import machine
 from titanyaml.config.view import Rule, into
 from titanyaml.errors import Problem
 
@@ -32,6 +33,21 @@ def wsd_decays(c: Any) -> Problem | None:
         return None
     return Problem("schedule.decay_steps", "is 0: wsd without decay is constant", allowed="1 or more",
                    hint="schedule.decay_steps=1 or schedule=constant")
+
+
+@rule("kernels.name", "runner.name", "train.compute_dtype")
+def fused_kernels_run_here(c: Any) -> Problem | None:
+    """``kernels.choice`` says the same of what only torch can see."""
+    if c.kernels.name != "fused" or c.runner.name == "check":
+        return None
+    if not machine.gpus():
+        why = "there is no GPU here"
+    elif c.train.compute_dtype == "float64":
+        why = "train.compute_dtype is float64"
+    else:
+        return None
+    return Problem("kernels.name", f"is fused, but {why}: Triton kernels compute in 32 bits on a GPU",
+                   allowed="auto, torch", hint="kernels=torch or kernels=auto")
 
 
 @rule("train.compute_dtype", "train.param_dtype", "train.reduce_dtype")

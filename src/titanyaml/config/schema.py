@@ -80,7 +80,19 @@ class Loss:
     """Cross-entropy over the vocabulary."""
 
     kind: str = key("cross_entropy", "loss", choices=["cross_entropy"])
-    chunk_tokens: int = key(1024, "tokens whose logits exist at one time", low=1)
+    chunk_tokens: int | None = key(
+        None, "tokens whose logits exist at one time; null: 4096 with fused kernels, else 1024", low=1
+    )
+
+
+@dataclass
+class Kernels:
+    """Operators of our own."""
+
+    name: str = key(
+        "auto", "auto: fused on a GPU with triton, else torch; torch: plain PyTorch; fused: Triton kernels",
+        choices=["auto", "torch", "fused"],
+    )
 
 
 @dataclass
@@ -205,6 +217,7 @@ class Config:
     optim: Optim = key(Optim, "optimizer")
     schedule: Schedule = key(Schedule, "learning rate over steps")
     loss: Loss = key(Loss, "loss")
+    kernels: Kernels = key(Kernels, "operators of our own")
     train: Train = key(Train, "the loop")
     validation: Validation = key(Validation, "held-out loss")
     checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")

@@ -30,7 +30,7 @@ def mean_loss(config: Config, built: Built, dataset: TokenData, *, env: Env) -> 
     """Mean token loss (nats) over the first ``validation.batches`` global batches, the same on every rank."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=env.device)
     tokens, dims = 0, built.context.dims
-    loss_fn, documents = setup.loss_function(config), config.model.document_mask
+    loss_fn, documents = setup.loss_function(config, built.context), config.model.document_mask
     steps = validation_batches(
         dataset, global_batch=setup.global_batch(config, dims), local_batch=config.train.local_batch,
         data_rank=dims.data_rank(built.context.mesh), data_degree=dims.data_degree, batches=config.validation.batches,

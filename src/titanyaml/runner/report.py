@@ -26,9 +26,14 @@ log = logging.getLogger("titanyaml")
 
 
 def start(
-    config: Config, run: RunDir, env: Env, built: Built, dataset: TokenData, *, global_batch: int, first_step: int
+    config: Config, run: RunDir, env: Env, built: Built, dataset: TokenData, *, global_batch: int, first_step: int,
+    kernels: dict[str, str],
 ) -> None:
-    """Log what is about to be trained, on what, in which precision, and write ``pipeline.json``."""
+    """Log what is about to be trained, on what, in which precision, and write ``pipeline.json``.
+
+    Args:
+        kernels: operator to what runs, and why (``setup.kernels``); also an event of the run.
+    """
     ctx = built.context
     records = show.records(built.resolved, built.changes)
     atomic_write(run.path / "pipeline.json", json.dumps(records, indent=1) + "\n")
@@ -44,6 +49,9 @@ def start(
         log.info("pipeline %s: %s", name, "; ".join([change.summary, *change.left_alone()]))
     for name, reason in built.resolved.off.items():
         log.info("pipeline %s: off, %s", name, reason)
+    chosen = "; ".join(f"{operator}: {kernel}" for operator, kernel in kernels.items() if operator != "why")
+    log.info("kernels %s (%s)", chosen, kernels["why"])
+    run.event("kernels", chosen, **kernels)
     tokens = global_batch * config.train.seq_len
     left = f"steps {first_step} to {config.train.steps}" if first_step <= config.train.steps else "no step is left"
     log.info(

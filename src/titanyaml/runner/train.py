@@ -71,8 +71,8 @@ class Trainer:
             self.built.model, moe, self.built.context.facts, mesh=self.built.context.mesh, env=env
         )
         self.train_step = TrainStep(
-            self.built.model, self.optimizer, loss_fn=setup.loss_function(config), max_norm=config.train.max_norm,
-            documents=config.model.document_mask, env=env,
+            self.built.model, self.optimizer, loss_fn=setup.loss_function(config, self.built.context),
+            max_norm=config.train.max_norm, documents=config.model.document_mask, env=env,
             adds_loss=dims.adds_loss(self.built.context.mesh),
             routing=routing or None,
         )
@@ -90,7 +90,7 @@ class Trainer:
         self.trackers: tracker.Trackers | None = None
         if env.is_main:
             report.start(config, run, env, self.built, train_data, global_batch=self.global_batch,
-                         first_step=self.step + 1)
+                         first_step=self.step + 1, kernels=setup.kernels(config, self.built.context))
             self.trackers = tracker.build(config, run)
 
     def fit(self) -> dict[str, Any]:

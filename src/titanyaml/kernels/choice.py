@@ -1,0 +1,44 @@
+"""Which set of kernels a run gets: its own Triton ones or those of plain PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from titanyaml.errors import ConfigError
+from titanyaml.kernels import jit
+
+
+@dataclass(frozen=True)
+class Choice:
+    """fused: whether the Triton kernels run. reason: why, in words for the log."""
+
+    fused: bool
+    reason: str
+
+
+def choose(name: str, *, device: torch.device, dtype: torch.dtype) -> Choice:
+    """What ``kernels.name`` means here.
+
+    Args:
+        name: auto, torch or fused. device, dtype: where and in what the model computes.
+
+    Raises:
+        ConfigError: fused kernels are wanted, and cannot run here.
+    """
+    if name == "torch":
+        return Choice(False, "kernels=torch")
+    missing = _missing(device, dtype)
+    if missing and name == "fused":
+        raise ConfigError(f"is fused, but {missing}", key="kernels.name", hint="kernels=torch or kernels=auto")
+    return Choice(not missing, f"kernels={name}" + (f", {missing}" if missing else ""))
+
+
+def _missing(device: torch.device, dtype: torch.dtype) -> str:
+    """What the fused kernels lack here; empty where they run."""
+    if device.type != "cuda":
+        return f"computing on {device.type}"
+    if jit.triton is None:
+        return "triton cannot be imported"
+    return "computing in float64" if dtype == torch.float64 else ""

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from titanyaml.errors import ConfigError
+from titanyaml.kernels import choice
+from titanyaml.kernels.choice import choose
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(("name", "device", "dtype", "fused", "reason"), [
+    ("torch", CUDA, torch.bfloat16, False, "kernels=torch"),
+    ("auto", CUDA, torch.bfloat16, True, "kernels=auto"),
+    ("fused", CUDA, torch.float32, True, "kernels=fused"),
+    ("auto", CPU, torch.bfloat16, False, "kernels=auto, computing on cpu"),
+    ("auto", CUDA, torch.float64, False, "kernels=auto, computing in float64"),
+])
+def test_choice(monkeypatch, name: str, device: torch.device, dtype: torch.dtype, fused: bool, reason: str) -> None:
+    monkeypatch.setattr(choice.jit, "triton", object())
+    assert choose(name, device=device, dtype=dtype) == choice.Choice(fused, reason)
+
+
+def test_without_triton(monkeypatch) -> None:
+    monkeypatch.setattr(choice.jit, "triton", None)
+    assert not choose("auto", device=CUDA, dtype=torch.bfloat16).fused
+    with pytest.raises(ConfigError, match="triton cannot be imported"):
+        choose("fused", device=CUDA, dtype=torch.bfloat16)
+
+
+def test_fused_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="computing on cpu"):
+        choose("fused", device=CPU, dtype=torch.float32)
