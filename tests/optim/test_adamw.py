@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.ranks import run_ranks
 from titanyaml.config.schema import Optim, ParamGroup
-from titanyaml.dist.norm import clip_, grad_norm
+from titanyaml.dist.norm import clip_factor, grad_norm
 from titanyaml.dist.rng import generator
 from titanyaml.errors import TitanError
 from titanyaml.optim import AdamW, build
@@ -229,16 +230,17 @@ def train_sharded(rank: int, implementation: str) -> dict[str, Tensor]:
         "single": nn.Parameter(distribute_tensor(torch.ones(1, 2), mesh, [Shard(0)])),
         "summed": nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate()])),
     }
-    spec = replace(SPEC, implementation=implementation)
-    optimizer = build(spec, dict(model.named_parameters()) | extra, masters={}, device="cpu")
+    fused = implementation == "kernel"
+    spec = SPEC if fused else replace(SPEC, implementation=implementation)
+    optimizer = build(spec, dict(model.named_parameters()) | extra, masters={}, device="cpu", fused=fused)
+    assert optimizer.implementation == implementation
     for step, lr in enumerate(LRS):
         model(batch(step)[2 * rank : 2 * rank + 2]).backward()
         extra["plain"].grad = torch.arange(3.0)
         extra["single"].grad = distribute_tensor(torch.tensor([[1.0, 2.0]]), mesh, [Shard(0)])
         extra["summed"].grad = DTensor.from_local(torch.full((2, 2), 0.5), mesh, [Partial()], run_check=False)
         grads = optimizer.grads()
-        clip_(grads, grad_norm(grads), 1.0)
-        optimizer.step(lr)
+        optimizer.step(lr, clip=clip_factor(grad_norm(grads), 1.0))
         optimizer.zero_grad()
     state = {f"{name}.{key}": t for name, s in optimizer.state_tensors().items() for key, t in s.items()}
     weights = {name: optimizer.master(name) for name in optimizer.names}
@@ -258,14 +260,14 @@ def train_alone() -> dict[str, Tensor]:
         extra["plain"].grad = torch.arange(3.0)
         extra["single"].grad, extra["summed"].grad = torch.tensor([[1.0, 2.0]]), torch.ones(2, 2)
         grads = optimizer.grads()
-        clip_(grads, grad_norm(grads), 1.0)
-        optimizer.step(lr)
+        optimizer.step(lr, clip=clip_factor(grad_norm(grads), 1.0))
         optimizer.zero_grad()
     state = {f"{name}.{key}": t for name, s in optimizer.state_tensors().items() for key, t in s.items()}
     return {name: optimizer.master(name) for name in optimizer.names} | state
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, pytest.param("kernel", marks=pytest.mark.skipif(
+    not find_spec("triton"), reason="triton cannot be imported"))])
 def test_shards_replicas_and_plain_tensors_train_as_in_one_process(implementation: str) -> None:
     expected = train_alone()
     for found in run_ranks(train_sharded, 2, implementation):

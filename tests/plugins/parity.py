@@ -55,10 +55,10 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, *, clip: Tensor) -> None:
         grads = zip(self.inner.names, self.inner.grads(), strict=True)
-        self.seen.append({name: whole(grad) for name, grad in grads})
-        self.inner.step(lr)
+        self.seen.append({name: whole(grad) * clip for name, grad in grads})
+        self.inner.step(lr, clip=clip)
 
 
 def whole(tensor: Tensor) -> Tensor:

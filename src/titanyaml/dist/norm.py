@@ -60,14 +60,12 @@ def grad_norm(
 
 
 @torch.no_grad()
-def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Multiply the gradients in place by min(1, max_norm / (norm + 1e-6)), the formula of torch's clip_grad_norm_.
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """min(1, max_norm / (norm + 1e-6)), the formula of torch's clip_grad_norm_: what the gradients are multiplied by.
 
     Nothing waits for the device. A norm that is not finite makes the gradients so: look at it first.
     """
-    shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    if shards:
-        compat.foreach_mul_(shards, (max_norm / (norm + CLIP_EPS)).clamp(max=1.0))
+    return (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
 
 
 def _gradients(tensors: Iterable[Tensor], grads: Mapping[nn.Parameter, Tensor] | None) -> Iterable[Tensor]:

@@ -32,11 +32,18 @@ class Optimizer(Protocol):
     names: tuple[str, ...]
 
     def grads(self) -> list[Tensor]:
-        """Full-precision gradients after all microbatches, in the order of ``names``; what is clipped is these."""
+        """Gradients after all microbatches, in the order of ``names``; what is clipped is these.
+
+        Their sums are in full precision; a single microbatch's may be in the dtype of the stored parameter.
+        """
         ...
 
-    def step(self, lr: float) -> None:
-        """One update with the gradients that ``grads`` returns."""
+    def step(self, lr: float, *, clip: Tensor | None = None) -> None:
+        """One update with the gradients that ``grads`` returns, times the 0-dim ``clip`` (on their device)."""
+        ...
+
+    def runs(self) -> str:
+        """What does the update, for the log."""
         ...
 
     def zero_grad(self) -> None:
@@ -73,7 +80,7 @@ class Slot:
 
     @property
     def grad(self) -> Tensor | None:
-        return self.grad_sum if self.has_master else self.parameter.grad
+        return self.parameter.grad if self.grad_sum is None else self.grad_sum
 
     @torch.no_grad()
     def accumulate(self, parameter: nn.Parameter) -> None:
@@ -87,6 +94,8 @@ class Slot:
 
 class AdamW:
     """Decoupled weight decay (Loshchilov and Hutter, 2019) with torch's fused, foreach or one-by-one kernels."""
+
+    accumulates = True  # gradients of parameters with a master into a full-precision sum
 
     def __init__(
         self, spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
@@ -115,7 +124,7 @@ class AdamW:
         place = local(weight.detach()).device if self.implementation == "fused" else "cpu"
         moments = self._moments(float8.plain(weight.detach()))
         slot = Slot(name, parameter, weight, moments, torch.zeros((), dtype=torch.float32, device=place))
-        if slot.has_master:
+        if slot.has_master and self.accumulates:
             parameter.register_post_accumulate_grad_hook(slot.accumulate)
         return slot
 
@@ -124,7 +133,7 @@ class AdamW:
         return {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
 
     def grads(self) -> list[Tensor]:
-        """Gradients in the order of ``names``, each placed like its weight, in the weight's dtype.
+        """Gradients in the order of ``names``, each placed like its weight; see ``Optimizer`` for the dtype.
 
         Raises:
             TitanError: a parameter got none: it would silently stay as it is, decay included.
@@ -140,16 +149,18 @@ class AdamW:
     @staticmethod
     def _replace(slot: Slot) -> None:
         """Move a gradient to where its weight is: autograd may leave it as a pending sum."""
-        placed = slot.grad.redistribute(placements=slot.weight.placements)
+        placed = slot.grad.to(slot.weight.dtype).redistribute(placements=slot.weight.placements)
         if slot.has_master:
-            slot.grad_sum = placed
+            slot.grad_sum, slot.parameter.grad = placed, None
         else:
             slot.parameter.grad = placed
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """One update; ``lr`` is multiplied by each group's ``lr_scale``."""
-        self.grads()  # complains of missing ones
+    def step(self, lr: float, *, clip: Tensor | None = None) -> None:
+        """One update; ``lr`` is multiplied by each group's ``lr_scale``, the gradients (in place) by ``clip``."""
+        grads = self.grads()  # complains of missing ones
+        if clip is not None:
+            compat.foreach_mul_([local(grad) for grad in grads], clip)
         for group in self.groups:
             self._update([self._slots[name] for name in group.names], lr * group.lr_scale, group.weight_decay)
         self.publish()
@@ -172,6 +183,10 @@ class AdamW:
             amsgrad=False, maximize=False,
             beta1=self.beta1, beta2=self.beta2, eps=self.eps, lr=lr, weight_decay=weight_decay,
         )
+
+    def runs(self) -> str:
+        """See ``Optimizer``."""
+        return f"torch, {self.implementation}"
 
     def zero_grad(self) -> None:
         """Forget the gradients and free their memory."""

@@ -31,6 +31,7 @@ from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.init import materialise
 from titanyaml.models.moe import expert_biases
+from titanyaml.optim import Optimizer
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.pipeline.protocol import Change, Context
 from titanyaml.rundir import RunDir
@@ -193,13 +194,19 @@ def loss_function(config: Config, ctx: Context) -> CrossEntropy:
     return CrossEntropy(chunk_tokens=config.loss.chunk_tokens or (4096 if fused else 1024), fused=fused)
 
 
-def kernels(config: Config, ctx: Context) -> dict[str, str]:
+def fused_optimizer(config: Config, ctx: Context) -> bool:
+    """Whether the optimizer's kernel may run: where the weights are."""
+    return kernel_choice(config, ctx).fused and not config.parallel.fsdp_cpu_offload
+
+
+def kernels(config: Config, ctx: Context, optimizer: Optimizer) -> dict[str, str]:
     """What runs, for the log: operator to kernel, and ``why``."""
     choice, loss = kernel_choice(config, ctx), loss_function(config, ctx)
     sharded = "; tp ranks share the head's rows" if choice.fused and not loss.fused else ""
     return {
         "why": choice.reason,
         "cross_entropy": f"{'fused' if loss.fused else 'torch'}, {loss.chunk_tokens} tokens a chunk{sharded}",
+        config.optim.name: optimizer.runs(),
     }
 
 

@@ -82,9 +82,8 @@ class TrainStep:
                 f"loss {result.loss}, gradient norm {result.grad_norm}: no update was made",
                 hint="a lower optim.lr, longer schedule.warmup_steps, or resume from an earlier checkpoint",
             )
-        if self.max_norm is not None:
-            norm.clip_(grads, grad_norm, self.max_norm)
-        self.optimizer.step(lr)
+        clip = None if self.max_norm is None else norm.clip_factor(grad_norm, self.max_norm)
+        self.optimizer.step(lr, clip=clip)
         self.optimizer.zero_grad()
         return result if self.routing is None else replace(result, routing=self.routing.end(tokens))
 

@@ -65,6 +65,8 @@ class Trainer:
         self.optimizer = optim.build(
             config.optim, dict(self.built.model.named_parameters()), masters=self.built.masters,
             device=setup.storage(config, env), elsewhere=getattr(self.built.model, "elsewhere", None),
+            fused=setup.fused_optimizer(config, self.built.context),
+            one_backward=self.built.context.accumulation == 1 and dims.pp == 1,
         )
         moe = config.model.moe
         routing = moe.num_experts and Routing(
@@ -90,7 +92,7 @@ class Trainer:
         self.trackers: tracker.Trackers | None = None
         if env.is_main:
             report.start(config, run, env, self.built, train_data, global_batch=self.global_batch,
-                         first_step=self.step + 1, kernels=setup.kernels(config, self.built.context))
+                         first_step=self.step + 1, kernels=setup.kernels(config, self.built.context, self.optimizer))
             self.trackers = tracker.build(config, run)
 
     def fit(self) -> dict[str, Any]:
