@@ -73,6 +73,13 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
         target.copy_(source)
 
 
+def scaled_mm(
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, *, fast_accum: bool, dtype: torch.dtype
+) -> Tensor:
+    """The product of two float8 matrices times their inverse scales: [M, 1] and [1, N], or both 0-dim."""
+    return torch._scaled_mm(a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast_accum)
+
+
 def all_reduce(tensor: Tensor, operation: str, group_name: str) -> Tensor:
     """A new tensor, reduced over a group; ``operation`` "sum" or "max". A functional operator: compilers see it.
 

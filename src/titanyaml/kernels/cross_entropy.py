@@ -55,7 +55,7 @@ def _kernel(
     GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a token."""
-    token = tl.program_id(0).to(tl.int64)  # 16,384 tokens of 128,256 logits are more than 2^31
+    token = tl.program_id(0).to(tl.int64)  # 16,744 tokens of 128,256 logits are more than 2^31
     row_ptr = logits_ptr + token * stride
     label = tl.load(labels_ptr + token)
     columns = tl.arange(0, BLOCK)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from titanyaml.kernels import float8_cast as module
+from titanyaml.kernels.float8_cast import float8_cast
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch) -> None:
+    """Several programs in both directions, and last ones that are not full."""
+    monkeypatch.setattr(module, "TILE_M", 32)
+    monkeypatch.setattr(module, "TILE_K", 16)
+
+
+def matrix(device: torch.device, rows: int = 80, columns: int = 40) -> Tensor:
+    """Rows and columns of very different sizes, one row of zeros, one element of 1e-30."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator) * torch.logspace(-4, 3, rows)[:, None]
+    x[3], x[5, 5], x[6] = 0, 1e-30, 1e-20
+    return x.bfloat16().to(device)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "tensorwise"])
+@pytest.mark.parametrize("power_of_2", [True, False], ids=["power_of_2", "any_scale"])
+def test_equals_its_reference_to_the_bit(device, dtype: torch.dtype, rowwise: bool, power_of_2: bool) -> None:
+    for x in (matrix(device), matrix(device, 64, 32), matrix(device).t()):
+        options = {"rowwise": rowwise, "dtype": dtype, "power_of_2": power_of_2}
+        ours, theirs = float8_cast(x, fused=True, **options), float8_cast(x, fused=False, **options)
+        for mine, wanted in zip(ours, theirs, strict=True):
+            assert mine.shape == wanted.shape and mine.dtype == wanted.dtype and mine.is_contiguous()
+            assert torch.equal(bits(mine), bits(wanted))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "tensorwise"])
+def test_the_numbers_come_back(device, rowwise: bool, fused: bool) -> None:
+    """Within half a unit of the last of e4m3's 4 significant bits, or half its smallest number."""
+    x = matrix(device)
+    cast = float8_cast(x, rowwise=rowwise, dtype=E4M3, power_of_2=False, fused=fused)
+    for data, inverse, wanted in (cast[:2] + (x,), cast[2:] + (x.t(),)):
+        back = data.double() * inverse.double()
+        error = (back - wanted.double()).abs()
+        assert (error <= 2**-4 * 1.0001 * wanted.double().abs() + 2**-10 * inverse.double()).all()
+        if rowwise:
+            used = data.float().abs().amax(1)
+            assert used[wanted.abs().amax(1) > 1e-12].eq(448).all(), "every row uses the whole range"
+    if not rowwise:
+        assert torch.equal(bits(cast.data_MK.t()), bits(cast.data_KM)) and torch.equal(cast.inverse_M1, cast.inverse_K1)
+
+
+@pytest.mark.parametrize("power_of_2", [True, False])
+def test_what_is_not_finite_spoils_its_row_and_column(device, power_of_2: bool) -> None:
+    for bad in (float("nan"), float("inf")):
+        x = matrix(device)
+        x[40, 20] = bad
+        for fused in (True, False):
+            cast = float8_cast(x, rowwise=True, dtype=E4M3, power_of_2=power_of_2, fused=fused)
+            assert cast.data_MK[40].float().isnan().any() or not cast.inverse_M1[40].isfinite()
+            assert cast.data_MK[41].float().isfinite().all()
+            whole = float8_cast(x, rowwise=False, dtype=E4M3, power_of_2=power_of_2, fused=fused)
+            assert not (whole.data_MK.float() * whole.inverse_M1)[40, 20].isfinite()
+
+
+def test_operator_contract(device) -> None:
+    x = matrix(device)
+    for rowwise in (True, False):
+        torch.library.opcheck(torch.ops.titanyaml.float8_cast.default, (x, rowwise, E4M3, False),
+                              test_utils=("test_schema", "test_faketensor"))
