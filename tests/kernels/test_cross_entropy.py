@@ -56,6 +56,7 @@ def test_a_label_outside_the_vocabulary_makes_the_loss_nan(device, label: int) -
     assert losses.isnan().nonzero().flatten().tolist() == [5]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(device, bad: float) -> None:
     logits, labels = inputs(device, torch.float32, vocab=53, scale=1.0)

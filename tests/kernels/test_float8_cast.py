@@ -58,6 +58,7 @@ def test_the_numbers_come_back(device, rowwise: bool, fused: bool) -> None:
         assert torch.equal(bits(cast.data_MK.t()), bits(cast.data_KM)) and torch.equal(cast.inverse_M1, cast.inverse_K1)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
 @pytest.mark.parametrize("power_of_2", [True, False])
 def test_what_is_not_finite_spoils_its_row_and_column(device, power_of_2: bool) -> None:
     for bad in (float("nan"), float("inf")):

@@ -20,13 +20,13 @@ KERNELS = {
                   "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>",
                   "fmha_cutlassF_bf16_aligned_64x64_rf_sm80"],
     "optimizer": ["void at::native::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor>",
-                  "aten::_foreach_norm"],
+                  "aten::_foreach_norm", "adamw_kernel"],
     "communication": ["ncclDevKernel_AllGather_RING_LL", "gloo:all_reduce", "c10d::_reduce_scatter_base_"],
     "casts": ["triton_red_fused__to_copy_abs_amax_clamp_1", "bfloat16_copy_kernel_cuda", "aten::copy_",
-              "Memcpy DtoD (Device -> Device)"],
+              "Memcpy DtoD (Device -> Device)", "float8_maxima_kernel", "float8_cast_kernel"],
     "elementwise": ["triton_poi_fused_mul_silu_3", "triton_per_fused_add_mean_mul_pow_rsqrt_0",
                     "aten::mul", "aten::mul_", "aten::embedding", "Memset (Device)", "aten::sum",
-                    "aten::rsqrt", "aten::silu_backward"],
+                    "aten::rsqrt", "aten::silu_backward", "cross_entropy_kernel"],
 }
 
 

@@ -53,7 +53,7 @@ def adamw_(
     assert all(t.is_contiguous() and t.numel() == master.numel() for t in tensors)
     assert master.dtype == exp_avg.dtype == exp_avg_sq.dtype == clip.dtype == torch.float32
     if n := master.numel():
-        _kernel[(-(-n // BLOCK),)](
+        adamw_kernel[(-(-n // BLOCK),)](
             master if weight is None else weight, master, grad, exp_avg, exp_avg_sq, clip, n,
             factors.beta1, 1 - factors.beta1, factors.beta2, 1 - factors.beta2, factors.eps, factors.decay,
             factors.step_size, factors.root_scale, STORED=weight is not None, BLOCK=BLOCK, num_warps=WARPS,
@@ -75,7 +75,7 @@ def reference_(
 
 
 @jit
-def _kernel(
+def adamw_kernel(
     weight_ptr, master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, clip_ptr, n,
     beta1, rest1, beta2, rest2, eps, decay, step_size, root_scale, STORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -30,7 +30,7 @@ def cross_entropy_(logits_CV: Tensor, labels_C: Tensor, *, ignore_index: int, gr
     assert logits_CV.stride(1) == 1 and labels_C.is_contiguous()
     losses_C = torch.empty(tokens, dtype=torch.float32, device=logits_CV.device)
     if tokens:
-        _kernel[(tokens,)](
+        cross_entropy_kernel[(tokens,)](
             logits_CV, labels_C, losses_C, vocab, logits_CV.stride(0), ignore_index, GRADIENT=gradient,
             LOWEST=_LOWEST, BLOCK=min(BLOCK, next_power_of_2(vocab)), num_warps=WARPS,
         )
@@ -50,7 +50,7 @@ def reference_(logits_CV: Tensor, labels_C: Tensor, *, ignore_index: int, gradie
 
 
 @jit
-def _kernel(
+def cross_entropy_kernel(
     logits_ptr, labels_ptr, losses_ptr, vocab, stride, ignore_index,
     GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

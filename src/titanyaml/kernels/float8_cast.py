@@ -80,8 +80,8 @@ def _cast(x: Tensor, rowwise: bool, dtype: torch.dtype, power_of_2: bool) -> tup
     grid = (-(-columns // TILE_K), -(-rows // TILE_M))  # neighbours in a row follow each other: they share cache lines
     tile = {"ROWWISE": rowwise, "TILE_M": TILE_M, "TILE_K": TILE_K, "num_warps": WARPS}
     if x.numel():
-        _maxima[grid](x, largest, rows, columns, **tile)
-        _store[grid](
+        float8_maxima_kernel[grid](x, largest, rows, columns, **tile)
+        float8_cast_kernel[grid](
             x, largest.view(torch.float32), *result, rows, columns, torch.finfo(dtype).max,
             SMALLEST=SMALLEST, POWER_OF_2=power_of_2, **tile,
         )
@@ -102,7 +102,7 @@ _operator.register_fake(_empty)
 
 
 @jit
-def _maxima(
+def float8_maxima_kernel(
     x_ptr, largest_ptr, rows, columns, ROWWISE: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr
 ):  # fmt: skip
     """Largest |x| of every row, then of every column; or of the whole."""
@@ -130,7 +130,7 @@ def _scale(largest, top, SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr):
 
 
 @jit
-def _store(
+def float8_cast_kernel(
     x_ptr, largest_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr, rows, columns, top,
     SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr, ROWWISE: tl.constexpr, TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,

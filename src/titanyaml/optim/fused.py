@@ -38,6 +38,8 @@ class FusedAdamW(AdamW):
     def step(self, lr: float, *, clip: Tensor | None = None) -> None:
         """See ``AdamW``; gradients are left as they are."""
         grads = dict(zip(self.names, self.grads(), strict=True))
+        if clip is None:
+            clip = torch.ones((), device=local(next(iter(grads.values()))).device)
         for group in self.groups:
             for name in group.names:
                 slot = self._slots[name]
@@ -46,7 +48,7 @@ class FusedAdamW(AdamW):
                     self._update_one(slot, name, local(grads[name]), clip, lr * group.lr_scale, group.weight_decay)
 
     def _update_one(
-        self, slot: Slot, name: str, grad: Tensor, clip: Tensor | None, lr: float, weight_decay: float
+        self, slot: Slot, name: str, grad: Tensor, clip: Tensor, lr: float, weight_decay: float
     ) -> None:
         factors = Factors.at(
             int(slot.step), lr=lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=weight_decay
@@ -54,8 +56,7 @@ class FusedAdamW(AdamW):
         state = self._state[name]
         adamw_(
             local(slot.parameter) if slot.has_master else None, local(slot.weight), grad.contiguous(),
-            local(state["exp_avg"]), local(state["exp_avg_sq"]),
-            torch.ones((), device=grad.device) if clip is None else clip, factors,
+            local(state["exp_avg"]), local(state["exp_avg_sq"]), clip, factors,
         )
 
 
