@@ -159,7 +159,9 @@ def _fused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``chunked_cross_entropy`` with one buffer of logits that becomes the buffer of their gradients."""
     tokens, needs_grad = hidden_ND.shape[0], hidden_needs_grad or weight_needs_grad
-    grad_hidden_ND, grad_weight_VD = _gradient_buffers(hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad)
+    grad_hidden_ND, grad_weight_VD = _gradient_buffers(
+        hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad and not tokens
+    )
     losses_N = torch.empty(tokens, dtype=torch.float32, device=hidden_ND.device)
     buffer_CV = hidden_ND.new_empty(min(chunk_tokens, tokens), weight_VD.shape[0])
     for start in range(0, tokens, chunk_tokens):
@@ -169,8 +171,10 @@ def _fused(
         losses_N[rows] = cross_entropy_(logits_CV, labels_N[rows], ignore_index=ignore_index, gradient=needs_grad)
         if hidden_needs_grad:
             torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[rows])
-        if weight_needs_grad:
+        if weight_needs_grad and start:
             _add_outer(grad_weight_VD, logits_CV, hidden_CD)
+        elif weight_needs_grad:
+            grad_weight_VD = _outer(logits_CV, hidden_CD)  # there is nothing to add to yet
     return losses_N.sum(), grad_hidden_ND, grad_weight_VD
 
 
@@ -222,6 +226,13 @@ def _add_outer(sum_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
         torch.addmm(sum_VD, grad_CV.t(), hidden_CD, out_dtype=sum_VD.dtype, out=sum_VD)
     else:
         sum_VD.addmm_(grad_CV.to(sum_VD.dtype).t(), hidden_CD.to(sum_VD.dtype))
+
+
+def _outer(grad_CV: Tensor, hidden_CD: Tensor) -> Tensor:
+    """grad_CV^T hidden_CD in float32."""
+    if grad_CV.is_cuda and grad_CV.dtype != torch.float32:
+        return torch.mm(grad_CV.t(), hidden_CD, out_dtype=torch.float32)
+    return grad_CV.float().t() @ hidden_CD.float()
 
 
 def _check_labels(labels_N: Tensor, *, vocab_size: int) -> None:

@@ -27,7 +27,7 @@ def cross_entropy_(logits_CV: Tensor, labels_C: Tensor, *, ignore_index: int, gr
             vocabulary makes the loss NaN, since nothing can be raised without waiting for the device.
     """
     tokens, vocab = logits_CV.shape
-    assert logits_CV.stride(1) == 1 and labels_C.is_contiguous()
+    assert logits_CV.stride(1) == 1 and labels_C.is_contiguous() and logits_CV.dtype.itemsize <= 4
     losses_C = torch.empty(tokens, dtype=torch.float32, device=logits_CV.device)
     if tokens:
         cross_entropy_kernel[(tokens,)](
