@@ -83,6 +83,9 @@ CASES = {
         ["optim=adamw_8bit", "train.param_dtype=float64", "train.compute_dtype=float64", "train.reduce_dtype=float64"],
         "is adamw_8bit, but train.param_dtype is float64",
     ),
+    "own_products_take_plain_weights": (
+        ["quant=float8_tensorwise", "quant.product=own", "quant.fsdp_float8_all_gather=true", "parallel=fsdp2"],
+        "is own, which casts weights itself"),
     "pipeline_keys_are_read": (["parallel=single", "parallel.pp_schedule=GPipe", "parallel.pp_stages=[2,2]"],
                                "is GPipe, but nothing reads it: parallel.pp is 1"),
     "pipeline_keys_agree": (["parallel=pp2", SCHEDULE, "parallel.pp_schedule=GPipe"],

@@ -34,6 +34,15 @@ def device_multiplies_in_float8(c: Any) -> Problem | None:
                    "higher", hint="quant.emulate=true or quant=none")
 
 
+@rule("quant.product", "quant.fsdp_float8_all_gather")
+def own_products_take_plain_weights(c: Any) -> Problem | None:
+    if c.quant.product != "own" or not c.quant.fsdp_float8_all_gather:
+        return None
+    return Problem("quant.product", "is own, which casts weights itself, but quant.fsdp_float8_all_gather is true",
+                   allowed="torchao where FSDP gathers in float8",
+                   hint="quant.product=torchao or quant.fsdp_float8_all_gather=false")
+
+
 @rule("quant.recipe", "quant.fsdp_float8_all_gather")
 def float8_gather_has_one_scale(c: Any) -> Problem | None:
     if not c.quant.fsdp_float8_all_gather or c.quant.recipe in ("none", "float8_tensorwise"):

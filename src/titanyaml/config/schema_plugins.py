@@ -40,6 +40,16 @@ class Quant(PluginNode):
         True, "cast weights again in the backward pass; false: keep their float8 copies (1 byte a parameter)",
         when=("recipe", ["float8_tensorwise"]),
     )
+    product: str = key(
+        "torchao", "who casts and multiplies; own: one pass makes both copies of an operand, and keeps them for the "
+        "backward pass", choices=["torchao", "own"], when=("recipe", FLOAT8),
+    )
+    fast_accum: bool = key(
+        False, "the gradients' products add in the tensor core's short accumulator, as the forward's does",
+        when=("product", ["own"]),
+    )
+    grad_dtype: str = key("e4m3", "format of the gradients that are multiplied; e5m2: more range, one bit less",
+                          choices=["e4m3", "e5m2"], when=("product", ["own"]))
     filter_fqns: list[str] = key(
         [], "parts of the names of linear layers that stay in high precision", when=("recipe", RECIPES)
     )

@@ -9,15 +9,31 @@ from __future__ import annotations
 import difflib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanyaml import float8
 from titanyaml.errors import PipelineError, Problem
+from titanyaml.kernels.choice import choose
+from titanyaml.kernels.float8_linear import float8_linear
 from titanyaml.models.layers import Linear
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
 
 #: Sides of a product are multiples of this: what the float8 GEMM takes; mxfp8 has one scale per 32 numbers.
 ALIGNMENT = {"float8_tensorwise": 16, "float8_rowwise": 16, "float8_rowwise_with_gw_hp": 16, "mxfp8": 32}
+
+
+class OwnProduct:
+    """x @ weight^T (+ bias) by ``kernels.float8_linear``. One object for all layers."""
+
+    def __init__(self, recipe: str, *, fast_accum: bool, grad_dtype: str, fused: bool) -> None:
+        self.options = {
+            "recipe": recipe.removeprefix("float8_"), "fast_accum": fast_accum, "fused": fused,
+            "grad_dtype": {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[grad_dtype],
+        }
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = float8_linear(x, weight, **self.options)
+        return out if bias is None else out + bias
 
 
 class Quantize:
@@ -32,6 +48,7 @@ class Quantize:
         force_recompute_weight: no float8 copy of a weight is kept from the forward to the backward pass.
         filter_fqns: parts of the names of layers that stay in high precision.
         auto_filter_small_kn: leave layers alone whose float8 product is likely to be no faster.
+        product: ``torchao``, or ``own`` (``kernels.float8_linear``). fast_accum, grad_dtype: of ``own``, for gradients.
         emulate: cast as the recipe says, multiply in high precision: for devices without float8.
     """
 
@@ -40,8 +57,9 @@ class Quantize:
     def __init__(
         self, *, recipe: str, fsdp_float8_all_gather: bool = False, precompute_scale: bool = False,
         force_recompute_weight: bool = True, filter_fqns: list[str] | None = None, auto_filter_small_kn: bool = False,
-        emulate: bool = False,
+        emulate: bool = False, product: str = "torchao", fast_accum: bool = False, grad_dtype: str = "e4m3",
     ) -> None:
+        self.product, self.fast_accum, self.grad_dtype = product, fast_accum, grad_dtype
         self.recipe, self.emulate = recipe, emulate
         self.gathers, self.precomputes = fsdp_float8_all_gather, precompute_scale
         self.recasts = force_recompute_weight
@@ -59,6 +77,9 @@ class Quantize:
         elif not self.emulate and (lack := _lack(self.recipe, ctx.device)):
             problems.append(Problem("quant.recipe", f"is {self.recipe}, but {lack}",
                                     hint="quant.emulate=true (for tests: it is slow), or quant=none"))
+        if self.product == "own" and self.emulate and ctx.device.type == "cuda":
+            problems.append(Problem("quant.emulate", "is true, but quant.product=own emulates on a CPU only",
+                                    hint="quant.emulate=false or quant.product=torchao"))
         if not self.recasts and "compile" in ctx.active:
             problems.append(Problem(
                 "quant.force_recompute_weight", "is false, but a compiled graph casts each weight again in any case",
@@ -84,6 +105,9 @@ class Quantize:
             )
         if self.recipe == "mxfp8":
             product = float8.MXProduct(emulate=self.emulate)
+        elif self.product == "own":
+            product = OwnProduct(self.recipe, fast_accum=self.fast_accum, grad_dtype=self.grad_dtype,
+                                 fused=choose("auto", device=ctx.device, dtype=ctx.compute_dtype).fused)
         else:
             product = float8.Float8Product(self.recipe, emulate=self.emulate, recast_weight=self.recasts)
         for layer in layers.values():  # one product for all: equal blocks then share one compiled graph
@@ -123,6 +147,9 @@ class Quantize:
 
     def _summary(self, count: int, ctx: Context) -> str:
         parts = [f"{count} linear layers multiply in {self.recipe}"]
+        if self.product == "own":
+            adds = "fast" if self.fast_accum else "full"
+            parts.append(f"own casts and products, gradients in {self.grad_dtype} with {adds} accumulation")
         if self.emulate:
             parts.append("emulated: cast to float8, multiplied in high precision")
         elif "compile" not in ctx.active:
