@@ -25,6 +25,7 @@ from titanyaml.config import (
     rules_tensor,
 )
 from titanyaml.config.check import inspect
+from titanyaml.config.trained import with_trained
 from titanyaml.config.view import Rule, Unknown, View
 from titanyaml.errors import Problem
 
@@ -41,7 +42,7 @@ def check_rules(cfg: DictConfig | dict[str, Any]) -> list[Problem]:
     Args:
         cfg: a composed tree, or the resolved values of one (``check.Tree.values``).
     """
-    view = View(inspect(cfg).values if isinstance(cfg, DictConfig) else cfg)
+    view = View(with_trained(inspect(cfg).values if isinstance(cfg, DictConfig) else cfg))
     problems = []
     for rule in RULES:
         try:

@@ -74,7 +74,8 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def scaled_mm(
-    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, *, fast_accum: bool, dtype: torch.dtype
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, *, fast_accum: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """The product of two float8 matrices times their inverse scales: [M, 1] and [1, N], or both 0-dim."""
     return torch._scaled_mm(a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast_accum)
@@ -130,16 +131,6 @@ def grouped_mm(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Rows up to ``ends_E[0]`` (int32) times the first matrix, up to ``ends_E[1]`` times the second, ...: [M, O]."""
     grouped = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     return grouped(x_MI, weight_EIO, offs=ends_E)
-
-
-def scaled_mm(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor) -> Tensor:
-    """``left @ right`` of float8 matrices (row-major, column-major) in bfloat16, with fast accumulation.
-
-    Scales are float32: 0-dim each, or one a row of ``left`` [M, 1] and one a column of ``right`` [1, N].
-    """
-    return torch._scaled_mm(
-        left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
 
 
 def record_memory_history(max_entries: int | None) -> None:

@@ -75,7 +75,7 @@ def read(path: str | Path) -> Grid:
     Raises:
         ValueError: as ``parse``. OSError: it cannot be read.
     """
-    with open(path, newline="", encoding="utf-8") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file:
         return parse(csv.reader(file))
 
 

@@ -64,8 +64,8 @@ class ExpertParallel:
             done.append(name)
         each = facts.num_experts // ctx.dims.ep
         return model, Change(
-            f"{len(done)} mixtures: {each} of {facts.num_experts} experts on each of {ctx.dims.ep} ranks; tokens "
-            "travel by two all-to-alls each way", done, dense,
+            f"{len(done)} mixture{'s' * (len(done) > 1)}: {each} of {facts.num_experts} experts on each of "
+            f"{ctx.dims.ep} ranks; tokens travel by two all-to-alls each way", done, dense,
         )
 
 

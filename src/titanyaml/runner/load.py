@@ -10,6 +10,7 @@ import yaml
 
 from titanyaml.config import dump
 from titanyaml.config.schema import Config
+from titanyaml.config.trained import home_of
 from titanyaml.dist.env import Env
 from titanyaml.errors import CheckpointError
 from titanyaml.rundir import RunDir
@@ -18,15 +19,18 @@ from titanyaml.runner import setup
 if TYPE_CHECKING:
     from titanyaml.runner.setup import Built
 
+#: Keys of ``train`` that are the checkpoint's unless they are typed.
+_TRAIN = ("seq_len", "param_dtype", "compute_dtype", "reduce_dtype")
+
 
 def adopt_trained(config: Config, run: RunDir) -> tuple[Config, Path]:
-    """The configuration with model, tokenizer and (unless typed) text of the checkpoint's run, and the checkpoint.
+    """The configuration with model, tokenizer and (unless typed) text, dtypes and sequence length of the checkpoint's
+    run; and the checkpoint.
 
     Raises:
         CheckpointError: there is no run or checkpoint at ``runner.checkpoint``.
     """
-    checkpoint = Path(config.runner.checkpoint)
-    home = checkpoint if (checkpoint / "config.yaml").is_file() else checkpoint.parent.parent
+    checkpoint, home = Path(config.runner.checkpoint), home_of(config.runner.checkpoint)
     if not (home / "config.yaml").is_file():
         raise CheckpointError(
             f"{checkpoint} is neither a run folder nor a checkpoint in one", key="runner.checkpoint",
@@ -37,9 +41,8 @@ def adopt_trained(config: Config, run: RunDir) -> tuple[Config, Path]:
     kept = {group: getattr(trained, group) for group in ("model", "tokenizer")}
     if "data" not in typed:
         kept["data"] = trained.data
-    train = dataclasses.replace(
-        config.train, seq_len=config.train.seq_len if "train.seq_len" in typed else trained.train.seq_len
-    )
+    brought = {key: getattr(trained.train, key) for key in _TRAIN if f"train.{key}" not in typed}
+    train = dataclasses.replace(config.train, **brought)
     return dataclasses.replace(config, **kept, train=train), checkpoint
 
 

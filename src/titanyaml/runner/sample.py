@@ -26,6 +26,9 @@ def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
         raise LaunchError("runner=sample runs on one rank", key="parallel", hint="parallel=single launch.nproc=1")
     config, path = adopt_trained(config, run)
     tokenizer = setup.build_tokenizer(config, env)
+    if tokenizer is None:
+        raise ConfigError(f"{path} was trained on random tokens, which are no text to continue",
+                          key="runner.checkpoint", hint="a run that was trained on text, or data=stdlib")
     built = setup.build_model(config, env)
     load_weights(built, path, config=config, run=run, env=env)
     options = config.runner

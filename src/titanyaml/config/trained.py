@@ -1,0 +1,34 @@
+"""The configuration that a checkpoint was trained with, as far as the check of another run needs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def home_of(checkpoint: str) -> Path:
+    """The run folder of a checkpoint, which is itself or two above; it may hold no config.yaml."""
+    path = Path(checkpoint).expanduser()
+    return path if (path / "config.yaml").is_file() else path.parent.parent
+
+
+def with_trained(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a tree whose runner reads a checkpoint, with the model, tokenizer and sequence length that it brings.
+
+    Left as they are where there is none or its file cannot be read: that is told by whoever reads it.
+    """
+    runner = values.get("runner") or {}
+    if runner.get("name") not in ("eval", "sample") or not runner.get("checkpoint"):
+        return values
+    try:
+        trained = yaml.safe_load((home_of(runner["checkpoint"]) / "config.yaml").read_text(encoding="utf-8"))
+        brought = {group: {**values[group], **trained[group]} for group in ("model", "tokenizer")}
+        brought["train"] = values["train"] | {"seq_len": trained["train"]["seq_len"]}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return values
+    texts = [value for group in ("model", "tokenizer") for value in brought[group].values() if isinstance(value, str)]
+    if any("${" in text for text in texts):
+        return values
+    return values | brought

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titanyaml.config import dump, rules
+from titanyaml.config.trained import with_trained
+
+EVAL = ["tokenizer=bytes", "tracker=none", "runner=eval"]
+
+
+@pytest.fixture
+def trained(compose, tmp_path: Path) -> Path:
+    """A run of a mixture with eight experts, and a checkpoint in it."""
+    (tmp_path / "config.yaml").write_text(dump.to_yaml(compose("model=moe_debug", "tokenizer=bytes", "tracker=none")))
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints/step-00000003"])
+def test_a_mesh_is_checked_against_the_checkpoints_model(compose, trained: Path, inside: str) -> None:
+    where = f"runner.checkpoint={trained / inside}"
+    assert rules.check_rules(compose(*EVAL, where, "parallel=ep2")) == []
+    [problem] = rules.check_rules(compose(*EVAL, where, "parallel=ep3"))
+    assert "3, which does not divide model.moe.num_experts=8" in problem.message
+
+
+def test_nothing_is_brought_where_nothing_is_read(compose, trained: Path) -> None:
+    values = rules.inspect(compose("tokenizer=bytes")).values
+    assert with_trained(values) is values
+    (trained / "config.yaml").write_text("model: [")
+    values = rules.inspect(compose(*EVAL, f"runner.checkpoint={trained}")).values
+    assert with_trained(values) is values
