@@ -148,6 +148,8 @@ CASES = {
     "data_ranks_share_gradients": (["parallel=fsdp2", "pipeline.plugins.fsdp._target_=null"],
                                    "is off, but 2 ranks share the data"),
     "planned_device_has_rates": (["runner=plan"], "is null: runner=plan reckons with the rates of a device"),
+    "traced_mesh_has_no_pipeline": (["runner=plan", "hardware=h200", "parallel=pp2", "runner.trace=true"],
+                                    "is true, but one rank of a pipeline does not run by itself"),
     "planned_ranks_have_links": (["runner=plan", "hardware=h200", "cluster=none", "parallel=fsdp16"],
                                  "is null, but 16 ranks are planned"),
     "sample_runs_alone": (["runner=sample", "runner.checkpoint=.", "parallel=fsdp2", "launch.nproc=2"], "not 2"),

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from titanyaml.config import schema
+from titanyaml.dist.env import Env
 from titanyaml.errors import ConfigError
 from titanyaml.planner import configured, cost, memory, operators, profile, search, step, timeline
 from titanyaml.planner import plan as planning
 from titanyaml.planner.budget import budget
 from titanyaml.planner.inputs import Mesh
 from titanyaml.planner.review import warnings
+from titanyaml.runner import honesty
 
 
 def test_published_sizes(job) -> None:
@@ -154,6 +157,41 @@ def test_a_configuration_becomes_a_job(configure) -> None:
     assert (made.accumulation, made.local_batch, made.seq_len, made.ac) == (4, 2, 8192, "full")
     assert made.async_tp == ("all_gather", "reduce_scatter")
     assert (made.device.name, made.network.name, made.network.rdma_gb_s) == ("h200", "hgx_400g", 20.0)
+
+
+def test_a_pipeline_is_cut_as_it_is_run(configure) -> None:
+    made = configured.job(configure("model=llama3_70b", "parallel=fsdp8_pp4", "train.global_batch=64",
+                                    "train.local_batch=1", "parallel.pp_schedule=Interleaved1F1B"))
+    assert (made.local_batch, made.microbatches, made.accumulation, made.stages_per_rank) == (8, 8, 1, 2)
+    assert made.tokens_per_step == 64 * 8192 and made.tokens == 8192
+    assert sum(made.layers_of_ranks) == 80
+    around = configured.job(configure("model=llama3_70b", "parallel=pp4", "parallel.pp_schedule=ZBVZeroBubble"))
+    assert around.ends_of(0) == (True, True), "a V ends where it began"
+
+
+def test_a_schedule_from_a_file_is_simulated(configure, tmp_path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n")
+    made = configured.job(configure("model=llama3_8b", "parallel=pp2", f"parallel.pp_schedule_csv={path}"))
+    assert made.microbatches == 2
+    assert made.bubble == pytest.approx(1.0), "nine units for two microbatches of three"
+
+
+def test_float8_is_planned_where_it_is_asked_for(configure) -> None:
+    made = configured.job(configure("parallel=fsdp8", "quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true"))
+    assert (made.quant, made.float8_gather) == ("float8_tensorwise", True)
+
+
+def test_a_run_is_held_against_its_plan(configure) -> None:
+    env = Env(0, 1, 0, torch.device("cpu"), "gloo")
+    record = {"step": 20, "tps": 1000.0, "step_s": 1.0, "mem_reserved_gib": 2.0}
+    config = configure("parallel=single", "train.local_batch=2")
+    said = honesty.compare(config, env, record)
+    made = planning.plan(configured.job(config))
+    assert said["error"]["tps"] == pytest.approx(made.tps / 1000 - 1)
+    assert said["measured"] == {"tps": 1000.0, "step_s": 1.0, "memory_gib": 2.0}
+    config.hardware, config.cluster = schema.Hardware(), schema.Cluster()
+    assert honesty.compare(config, env, record) is None, "a CPU has no rates"
 
 
 def test_a_typed_cluster_wins(configure) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 from titanyaml.config import degrees, ranks, schema
 from titanyaml.config.schema import Config
 from titanyaml.errors import ConfigError
+from titanyaml.pipeline_schedule import actions, stages
+from titanyaml.pipeline_schedule.kinds import KINDS, owners
+from titanyaml.pipeline_schedule.simulate import simulate
 from titanyaml.planner import profile
 from titanyaml.planner.inputs import TITANYAML, Job, Mesh, Shape
 
@@ -41,35 +46,66 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
     sizes = degrees.resolve_degrees(config.parallel, world_size=ranks.world_size(config))
     mesh = Mesh(**{axis: sizes[axis] for axis in degrees.MESH_AXES})
     train, parallel = config.train, config.parallel
-    batch = degrees.global_batch(train, data_degree=mesh.data_degree)
+    forwards = degrees.global_batch(config, sizes) // (train.local_batch * mesh.data_degree)
     recipe, gathers = _quant(config)
-    pipeline = _pipeline(parallel, mesh, train.local_batch)
+    sizes_of = shape(config.model)
+    batches = {"local_batch": train.local_batch, "accumulation": forwards} if mesh.pp == 1 else _pipeline(
+        parallel, sizes_of, mesh, seq_len=train.seq_len, local_batch=train.local_batch, microbatches=forwards)
     device = profile.device(hardware or config.hardware)
-    chunk = config.loss.chunk_tokens or 1024
     return Job(
-        shape(config.model), mesh, device, profile.network(cluster or config.cluster, world_size=mesh.world_size),
-        TITANYAML, seq_len=train.seq_len, local_batch=train.local_batch,
-        accumulation=batch // (train.local_batch * mesh.data_degree), **pipeline,
-        ac=config.ac.mode, ac_every=config.ac.every, ac_budget=config.ac.budget,
-        quant=recipe, float8_gather=gathers, compiled=config.compile.mode != "none",
+        sizes_of, mesh, device, profile.network(cluster or config.cluster, world_size=mesh.world_size),
+        TITANYAML, seq_len=train.seq_len, **batches, ac=config.ac.mode, ac_every=config.ac.every,
+        ac_budget=config.ac.budget, quant=recipe, float8_gather=gathers, compiled=config.compile.mode != "none",
         async_tp=tuple(config.compile.async_tp_ops) if config.compile.async_tp else (),
-        chunk_tokens=chunk, sequence_parallel=parallel.tp_sequence_parallel, cp_method=parallel.cp_method,
-        reshard=parallel.fsdp_reshard_after_forward, moment_bytes=MOMENTS[config.optim.name],
-        compute_bytes=_WIDTH[train.compute_dtype],
+        chunk_tokens=config.loss.chunk_tokens or 1024, sequence_parallel=parallel.tp_sequence_parallel,
+        cp_method=parallel.cp_method, reshard=parallel.fsdp_reshard_after_forward,
+        moment_bytes=MOMENTS[config.optim.name], compute_bytes=_WIDTH[train.compute_dtype],
     )
 
 
 def _quant(config: Config) -> tuple[str, bool]:
-    """(recipe, whether FSDP gathers float8)."""
-    quant = getattr(config, "quant", None)
-    return ("none", False) if quant is None else (quant.recipe, quant.fsdp_float8_all_gather)
+    """(recipe, whether FSDP gathers float8). Emulated products run in high precision."""
+    quant = config.quant
+    return ("none", False) if quant.emulate else (quant.recipe, quant.fsdp_float8_all_gather)
 
 
-def _pipeline(parallel: Any, mesh: Mesh, local_batch: int) -> dict[str, Any]:
-    """Schedule, stages and microbatches: one sequence a microbatch."""
-    if mesh.pp == 1:
-        return {}
-    schedule = getattr(parallel, "pp_schedule", "1F1B")
-    several = 1 if schedule in ("GPipe", "1F1B") else 2
-    return {"schedule": schedule, "microbatches": local_batch,
-            "stages_per_rank": getattr(parallel, "pp_stages_per_rank", None) or several}
+def _pipeline(
+    parallel: schema.Parallel, of: Shape, mesh: Mesh, *, seq_len: int, local_batch: int, microbatches: int
+) -> dict[str, Any]:
+    """What a job says of its pipeline: cut as ``pipeline.plan.make`` cuts it, a schedule from a file simulated."""
+    bubble = None
+    if parallel.pp_schedule_csv is not None:
+        grid = actions.read(Path(parallel.pp_schedule_csv).expanduser())
+        placed = actions.placement(grid)
+        timeline = simulate(actions.orders(grid), stages=len(placed))
+        unit = 3.0 * len(placed) / mesh.pp  # a forward and a backward of all stages of a rank
+        bubble = timeline.length / unit - microbatches
+    else:
+        kind = KINDS[parallel.pp_schedule]
+        placed = owners(kind.placement, ranks=mesh.pp, stages=kind.per_rank(parallel.pp_stages_per_rank) * mesh.pp)
+    counts = _stages(parallel, of, len(placed), seq_len=seq_len)
+    return {
+        "local_batch": local_batch * microbatches, "microbatches": microbatches, "schedule": parallel.pp_schedule,
+        "stages_per_rank": len(placed) // mesh.pp, "bubble": bubble, "head_rank": placed[-1],
+        "rank_layers": tuple(sum(count for count, owner in zip(counts, placed, strict=True) if owner == rank)
+                             for rank in range(mesh.pp)),
+    }
+
+
+def _stages(parallel: schema.Parallel, of: Shape, count: int, *, seq_len: int) -> list[int]:
+    first, last = parallel.pp_first_stage_less_layers, parallel.pp_last_stage_less_layers
+    if parallel.pp_stages or first is not None or last is not None:
+        return stages.given(of.num_layers, count, names=parallel.pp_stages, first_less=first, last_less=last)
+    return list(_balanced(of, count, seq_len))
+
+
+@functools.cache
+def _balanced(of: Shape, count: int, seq_len: int) -> tuple[int, ...]:
+    """As ``pipeline.plan.balanced_layers``. Kept: a search asks thousands of times for the same few cuts."""
+    table = of.vocab_size * of.dim
+    flops = [6.0 * of.block_params + 12 * of.query_dim * seq_len] * of.num_layers
+    sizes = [float(of.block_params)] * of.num_layers
+    flops[-1] += 6 * table
+    sizes[0] += table
+    sizes[-1] += table
+    return tuple(stages.balanced(flops, sizes, count))

@@ -235,8 +235,9 @@ class Job:
     Args:
         local_batch: sequences per data rank and forward; under pp those of all microbatches together.
         accumulation: forwards per step and data rank. microbatches: of one forward under pp.
-        schedule: of the pipeline. stages_per_rank: of it.
-        stage_layers: layers of each stage, in order; () where they are as even as can be.
+        schedule: of the pipeline. stages_per_rank: of it. bubble: its idle time in forwards-and-backwards of one
+            microbatch; None: as ``step.BUBBLES`` says.
+        rank_layers: layers of each pipeline rank; () where they are as even as can be. head_rank: where the head is.
         ac: none, full, selective_op, selective_layer, memory_budget. ac_every: of selective_layer. ac_budget: share of
             activations kept.
         quant: none or one of FLOAT8. float8_gather: FSDP gathers float8.
@@ -258,7 +259,9 @@ class Job:
     microbatches: int = 1
     schedule: str = "1F1B"
     stages_per_rank: int = 1
-    stage_layers: tuple[int, ...] = ()
+    bubble: float | None = None
+    rank_layers: tuple[int, ...] = ()
+    head_rank: int = -1
     ac: str = "none"
     ac_every: int = 2
     ac_budget: float = 1.0
@@ -292,8 +295,12 @@ class Job:
     def layers_of_ranks(self) -> tuple[int, ...]:
         """Layers on each pipeline rank; stages go round the ranks, and those with embedding and head are shorter."""
         pp, v = self.mesh.pp, self.stages_per_rank
-        stages = self.stage_layers or _even(self.shape.num_layers, pp * v)
-        return tuple(sum(stages[rank::pp]) for rank in range(pp))
+        stages = _even(self.shape.num_layers, pp * v)
+        return self.rank_layers or tuple(sum(stages[rank::pp]) for rank in range(pp))
+
+    def ends_of(self, rank: int) -> tuple[bool, bool]:
+        """Whether a pipeline rank has the embedding, and the head."""
+        return rank == 0, rank == self.head_rank % self.mesh.pp
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ def _loss(job: Job) -> tuple[float, float]:
 
 def _parts(job: Job, layers: int, *, rank: int) -> dict[str, float]:
     mesh, shape = job.mesh, job.shape
-    first, last, pipe = rank == 0, rank == mesh.pp - 1, mesh.pp > 1
+    (first, last), pipe = job.ends_of(rank), mesh.pp > 1
     root = shape.local_root(mesh.tp) * ((first or last) if shape.tied or not pipe else 0.5 * (first + last))
     params = layers * shape.local_block(mesh.tp) + root
     logits, kept = _loss(job) if last else (0.0, 0.0)

@@ -49,7 +49,7 @@ def search(config: Config) -> Result:
     """Plan every candidate around ``config``: degrees, recomputation, sequences a forward, async TP."""
     world = ranks.world_size(config)
     sizes = degrees.resolve_degrees(config.parallel, world_size=world)
-    batch = degrees.global_batch(config.train, data_degree=sizes["dp_replicate"] * sizes["dp_shard"])
+    batch = degrees.global_batch(config, sizes)
     tried = legal = 0
     found: list[Found] = []
     for change, candidate in _candidates(config, world, batch):

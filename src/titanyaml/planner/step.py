@@ -186,7 +186,7 @@ def plan_step(job: Job) -> Step:
     whole = mesh.pp == 1
     slowest, rank = _slowest(job) if not whole else (None, 0)
     layers = ranks[rank]
-    ends = {"first": rank == 0, "last": rank == mesh.pp - 1}
+    ends = dict(zip(("first", "last"), job.ends_of(rank), strict=True))
     if whole:
         every = job.software.reduces_each
         run = _microbatch(job, layers, gathers=True, regathers=True, reduces=every or job.accumulation == 1, **ends)
@@ -204,7 +204,8 @@ def plan_step(job: Job) -> Step:
         edges = _microbatch(job, layers, gathers=True, regathers=False, reduces=True, **ends)
         total.merge(edges.total)
         total.merge(run.total, -1)
-        pipe = BUBBLES[job.schedule](mesh.pp, job.stages_per_rank) * run.total.total
+        idle = BUBBLES[job.schedule](mesh.pp, job.stages_per_rank) if job.bubble is None else job.bubble
+        pipe = idle * run.total.total
         total.merge(total, job.accumulation - 1)
         total.add("bubble", pipe * job.accumulation)
     params = layers * job.shape.local_block(mesh.tp) + _root(job, **ends)
@@ -219,7 +220,7 @@ def _slowest(job: Job) -> tuple[_Streams, int]:
     """The pipeline rank that takes longest for a microbatch, without FSDP's transfers."""
     runs, seen = [], {}
     for rank, layers in enumerate(job.layers_of_ranks):
-        ends = (rank == 0, rank == job.mesh.pp - 1)
+        ends = job.ends_of(rank)
         if (layers, ends) not in seen:
             seen[layers, ends] = _microbatch(job, layers, gathers=False, regathers=False, reduces=False, first=ends[0],
                                              last=ends[1])
