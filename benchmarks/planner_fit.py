@@ -36,7 +36,7 @@ FREE = {
     "nvlink_gb_s": Free(252, 189, 330, 0.1), "rdma_gb_s": Free(39, 36, 42, 0.03),
     "CAST_TENSORWISE": Free(9.6, 8.3, 12.2, 0.1), "CAST_ROWWISE": Free(26, 18, 30, 0.1),
     "CONTENTION": Free(0.18, 0.1, 0.27, 0.15), "ASYNC_TP_HIDDEN": Free(0.39, 0.23, 0.5, 0.1),
-    "STRAGGLER": Free(0.0053, 0.004, 0.014, 0.2), "CONTEXT_SLOWDOWN": Free(0.62, 0.48, 0.77, 0.1),
+    "STRAGGLER": Free(0.0053, 0.004, 0.014, 0.2), "CONTEXT_SLOWDOWN": Free(0.45, 0.3, 0.6, 0.1),
     "GEMM_SHAPE_FP8": Free(228, 169, 285, 0.1), "FSDP_COPY": Free(20, 14, 24, 0.1),
 }
 _SOFT = 0.03  # log ratio from which an error counts linearly

@@ -3,8 +3,9 @@
     python benchmarks/planner_rows.py            print the tables
     python benchmarks/planner_rows.py --write    and write them, with the plot, into docs/
 
-``published_throughput.csv`` holds what the sources state, ``measured_h200.csv`` what torchtitan 0.2.2 reached on one
-and two H200. What a source leaves unsaid is said in ``_READINGS``, by source: nothing is chosen row by row.
+``published_throughput.csv`` holds what the sources state, ``measured_h200.csv`` what torchtitan 0.2.2 and this project
+reached on one and two H200. What a source leaves unsaid is said in ``_READINGS``, by source: nothing is chosen row by
+row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanyaml.planner import memory, profile, step
-from titanyaml.planner.inputs import Job, Mesh, Shape, Software
+from titanyaml.planner.inputs import TITANYAML, Job, Mesh, Shape, Software
 
 HERE = Path(__file__).parent
 
@@ -60,12 +61,14 @@ _READINGS = {
     "MosaicML llm-foundry benchmarks": Reading(
         "llm-foundry", "", Software("FSDP1 2023", loss="plain", optimizer_bytes=28.0, attention="flash",
                                     keeps_even=False, gemm_age=0.88, attention_age=0.7)),
-    "measured on H200": Reading(
+    "titanyaml on H200": Reading("titanyaml", "h200", TITANYAML),
+    "torchtitan 0.2.2 on H200": Reading(
         "measured", "h200", replace(_TITAN, name="torchtitan 0.2.2", loss="compiled", optimizer_bytes=28.0,
                                     attention="cudnn", root_copies=2.0)),
 }
 
-_AC = {"selective": "selective_op", "selective per-op": "selective_op", "full": "full", "none": "none"}
+_AC = {"memory budget": "memory_budget", "selective": "selective_op",
+       "selective per-op": "selective_op", "full": "full", "none": "none"}
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def job(row: dict[str, str]) -> Job:
         microbatches=pp, schedule=row["pp_schedule"] or "1F1B", stages_per_rank=2 if interleaved else 1,
         ac=_AC[row["activation_ckpt"] or "selective"], quant=name, float8_gather=gathers,
         compiled=row["compile"] == "true", async_tp=("all_gather", "reduce_scatter") * (row["async_tp"] == "true"),
-        cp_method="ring",
+        cp_method=row.get("cp_method") or "ring", ac_budget=float(row.get("ac_budget") or 1),
     )
 
 
@@ -153,6 +156,7 @@ def _planned(row: dict[str, str]) -> Row:
     label = (f"{row['model']}, {row['n_gpus']} {row['hardware'].split(' (')[0]}{mesh}, {row['local_batch']} x "
              f"{row['seq_len'] or 8192}, {row['precision_or_quant']}" + ", eager" * (row["compile"] == "false")
              + ", async TP" * (row["async_tp"] == "true") + (f", {row['pp_schedule']}" if row["pp_schedule"] else "")
+             + (f", {row['cp_method']}" if row.get("cp_method") and _number(row, "cp") > 1 else "")
              + (f", AC {row['activation_ckpt']}" if row["activation_ckpt"] else ""))
     published = float(row["tokens_per_s_per_gpu"])
     gib = float(row["peak_mem_gib"]) if row["peak_mem_gib"] else None
@@ -171,8 +175,8 @@ def rows() -> list[Row]:
     """Every row of both files."""
     published = list(csv.DictReader((HERE / "published_throughput.csv").open(encoding="utf-8")))
     for row in csv.DictReader((HERE / "measured_h200.csv").open(encoding="utf-8")):
-        published.append({"source": "measured on H200", "hardware": "H200", "pp": "1", "pp_schedule": "",
-                          "compile": "true", "async_tp": "false", "notes": "", "gpu_mem_gb": "141",
+        published.append({"source": f"{row.pop('program')} on H200", "hardware": "H200", "pp": "1", "pp_schedule": "",
+                          "compile": "true", "notes": "", "gpu_mem_gb": "141",
                           "precision_or_quant": row.pop("quant"), **row})
     return [_planned(row) for row in published]
 
@@ -205,7 +209,8 @@ def statistics_of(errors: list[float]) -> tuple[float, float, float]:
     return statistics.median(sizes), sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))], sizes[-1]
 
 
-GROUPS = {"torchtitan": "#1f77b4", "torchao": "#ff7f0e", "llm-foundry": "#2ca02c", "measured": "#d62728"}
+GROUPS = {"torchtitan": "#1f77b4", "torchao": "#ff7f0e", "llm-foundry": "#2ca02c", "measured": "#d62728",
+          "titanyaml": "#9467bd"}
 
 
 def summary(planned: list[Row]) -> str:

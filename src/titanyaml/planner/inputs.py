@@ -207,7 +207,8 @@ class Software:
         weights: on one data rank: ``masters`` (bf16 parameters, fp32 copy in the optimizer) or ``autocast``.
         gemm_age, attention_age: share of today's kernel rates.
         reduces_each: gradients are reduced after every microbatch, else after the last.
-        fused_norms: an eager norm is one kernel.
+        fused_norms: an eager norm is one kernel. copies_sequence: what tp ranks send along the sequence is copied once
+            to lie along the first dimension, where there is more than one sequence.
     """
 
     name: str
@@ -223,9 +224,10 @@ class Software:
     attention_age: float = 1.0
     reduces_each: bool = True
     fused_norms: bool = True
+    copies_sequence: bool = False
 
 
-TITANYAML = Software("titanyaml")
+TITANYAML = Software("titanyaml", copies_sequence=True)
 
 
 @dataclass(frozen=True)

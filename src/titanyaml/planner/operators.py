@@ -129,7 +129,9 @@ def _tp(job: Job, op: str, *, float8: bool = False, name: str = "") -> list[Oper
     whole = job.tokens * job.shape.dim
     if not job.sequence_parallel:
         return [Collective("tp", "all_reduce", whole * job.compute_bytes, name)]
-    return [Collective("tp", op, whole * (1 if float8 else job.compute_bytes), name)]
+    size = whole * (1 if float8 else job.compute_bytes)
+    moves = job.software.copies_sequence and job.local_batch > job.microbatches
+    return [Collective("tp", op, size, name), *[Pass("sequence layout", "copies", 2.0 * size)] * moves]
 
 
 def _attention(job: Job, *, backward: bool) -> Attention:

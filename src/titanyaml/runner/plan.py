@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
+import shlex
 from typing import Any
 
+import yaml
 from rich.console import Console
 
 from titanyaml.config import degrees
@@ -18,9 +19,6 @@ from titanyaml.planner.budget import budget
 from titanyaml.planner.plan import Plan
 from titanyaml.planner.review import warnings
 from titanyaml.rundir import RunDir, atomic_write
-
-log = logging.getLogger("titanyaml")
-
 
 def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
     """Plan ``config``: print tables, write plan.json, plan.md and timeline.json. A plan that does not fit is a result.
@@ -40,8 +38,7 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
     record = _record(config, made)
     if found is not None:
         record["search"] = [one.row() for one in found.best]
-        record["command"] = f"python -m titanyaml model={config.model.name} train.seq_len={config.train.seq_len} " \
-                            f"{found.best[0].change}"
+        record["command"] = _command(run, found.best[0].change)
     if config.runner.trace:
         from titanyaml.runner import tracing  # torch, and seconds
 
@@ -56,6 +53,18 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
     console.print(f"written: {run.path}/plan.json, plan.md, timeline.json", highlight=False, soft_wrap=True)
     speed = made.tps if made.fits else 0.0
     return {"metric": speed, "tps": speed, "fits": made.fits}
+
+
+#: What a search chooses, and what belongs to planning.
+_CHOSEN = ("parallel", "ac", "train.local_batch", "train.global_batch", "compile.async_tp", "runner", "run.", "hydra.")
+
+
+def _command(run: RunDir, change: str) -> str:
+    """What trains the configuration that was found: what was typed, less what the search chose."""
+    path = run.path / "overrides.yaml"
+    typed = yaml.safe_load(path.read_text(encoding="utf-8"))["overrides"] if path.exists() else []
+    kept = [shlex.quote(one) for one in typed if not one.lstrip("+~").startswith(_CHOSEN)]
+    return " ".join(["python -m titanyaml", *kept, change])
 
 
 def _record(config: Config, made: Plan) -> dict[str, Any]:
