@@ -148,6 +148,8 @@ CASES = {
     "data_ranks_share_gradients": (["parallel=fsdp2", "pipeline.plugins.fsdp._target_=null"],
                                    "is off, but 2 ranks share the data"),
     "planned_device_has_rates": (["runner=plan"], "is null: runner=plan reckons with the rates of a device"),
+    "planned_model_is_dense": (["runner=plan", "hardware=h200", "model=moe_debug"],
+                               "but runner=plan knows dense models only"),
     "traced_mesh_has_no_pipeline": (["runner=plan", "hardware=h200", "parallel=pp2", "runner.trace=true"],
                                     "is true, but one rank of a pipeline does not run by itself"),
     "planned_ranks_have_links": (["runner=plan", "hardware=h200", "cluster=none", "parallel=fsdp16"],

@@ -25,6 +25,14 @@ def planned_device_has_rates(c: Any) -> Problem | None:
                    hint=ways("hardware", ["h200", "h100_sxm", "h100_500w", "a100_80gb", "b200"]))
 
 
+@rule("runner.name", "model.moe.num_experts")
+def planned_model_is_dense(c: Any) -> Problem | None:
+    if c.runner.name != "plan" or not c.model.moe.num_experts:
+        return None
+    return Problem("model.moe.num_experts", f"is {c.model.moe.num_experts}, but runner=plan knows dense models only",
+                   allowed="0; runner=check and runner=bench take mixtures", hint="model=llama3_8b or runner=check")
+
+
 @rule("runner", "parallel", "launch")
 def traced_mesh_has_no_pipeline(c: Any) -> Problem | None:
     if c.runner.name != "plan" or not c.runner.trace or degree(c, "pp") in (1, None):

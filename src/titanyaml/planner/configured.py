@@ -26,9 +26,8 @@ def shape(model: schema.Model) -> Shape:
     Raises:
         ConfigError: a mixture of experts.
     """
-    mixture = getattr(model, "moe", None)
-    if mixture is not None and mixture.num_experts:
-        raise ConfigError("runner=plan does not know mixtures of experts", key="model.moe",
+    if model.moe.num_experts:
+        raise ConfigError("mixtures of experts cannot be planned", key="model.moe.num_experts",
                           hint="a dense model, or runner=bench")
     head_dim = model.head_dim or model.dim // model.num_heads
     return Shape(

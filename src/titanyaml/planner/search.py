@@ -78,11 +78,10 @@ def _candidates(config: Config, world: int, batch: int) -> Iterator[tuple[str, C
 
 
 def _meshes(world: int, host: int) -> Iterator[dict[str, int]]:
-    """Degrees of the axes that this version runs: tp within a host, copies by whole hosts."""
-    built = degrees.BUILT_AXES
+    """Degrees with this product: tp within a host, copies by whole hosts."""
     for tp in [size for size in _divisors(world) if size <= host]:
         for cp in [size for size in _divisors(world // tp) if size <= 8]:
-            for pp in [size for size in _divisors(world // tp // cp) if size <= 16 and (size == 1 or "pp" in built)]:
+            for pp in [size for size in _divisors(world // tp // cp) if size <= 16]:
                 data = world // tp // cp // pp
                 for copies in [size for size in _divisors(data) if size == 1 or data // size * tp * cp >= host]:
                     yield {"dp_replicate": copies, "dp_shard": data // copies, "cp": cp, "tp": tp, "pp": pp}

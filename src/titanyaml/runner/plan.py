@@ -20,6 +20,7 @@ from titanyaml.planner.plan import Plan
 from titanyaml.planner.review import warnings
 from titanyaml.rundir import RunDir, atomic_write
 
+
 def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
     """Plan ``config``: print tables, write plan.json, plan.md and timeline.json. A plan that does not fit is a result.
 
