@@ -16,11 +16,13 @@ STEP = 20
 
 
 def compare(config: Config, env: Env, record: dict[str, Any]) -> dict[str, Any] | None:
-    """Planned and measured speed and memory; None where the planner knows no rates of this device, or not the model.
+    """Planned and measured speed and memory; None on a CPU, and where the planner does not know the device or the model.
 
     Args:
         record: of ``metrics.jsonl``: ``step, tps, step_s, mem_reserved_gib``.
     """
+    if env.device.type == "cpu":
+        return None  # whatever the configuration says of it
     spec, links = config.hardware, config.cluster
     if spec.name == "auto" and spec.gemm_bf16_tflops is None:
         spec, links = profile.shipped_device(hardware.detect(env.device) or "auto")
