@@ -16,7 +16,7 @@ STEP = 20
 
 
 def compare(config: Config, env: Env, record: dict[str, Any]) -> dict[str, Any] | None:
-    """Planned and measured speed and memory; None on a CPU, and where the planner does not know the device or the model.
+    """Planned and measured speed and memory; None on a CPU, and where device or model are unknown to the planner.
 
     Args:
         record: of ``metrics.jsonl``: ``step, tps, step_s, mem_reserved_gib``.
