@@ -177,6 +177,15 @@ def test_a_schedule_from_a_file_is_simulated(configure, tmp_path) -> None:
     assert made.bubble == pytest.approx(1.0), "nine units for two microbatches of three"
 
 
+@pytest.mark.parametrize(("typed", "loss", "chunk"), [
+    ("parallel=fsdp2", "fused", 4096), ("parallel=tp2", "chunked", 1024), ("kernels=torch", "chunked", 1024),
+    ("loss.chunk_tokens=512", "fused", 512),
+])
+def test_the_loss_is_the_one_that_will_run(configure, typed: str, loss: str, chunk: int) -> None:
+    made = configured.job(configure(typed))
+    assert (made.software.loss, made.chunk_tokens) == (loss, chunk)
+
+
 def test_float8_is_planned_where_it_is_asked_for(configure) -> None:
     made = configured.job(configure("parallel=fsdp8", "quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true"))
     assert (made.quant, made.float8_gather) == ("float8_tensorwise", True)

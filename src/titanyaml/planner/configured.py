@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from titanyaml.pipeline_schedule import actions, stages
 from titanyaml.pipeline_schedule.kinds import KINDS, owners
 from titanyaml.pipeline_schedule.simulate import simulate
 from titanyaml.planner import profile
-from titanyaml.planner.inputs import TITANYAML, Job, Mesh, Shape
+from titanyaml.planner.inputs import FUSED, TITANYAML, Job, Mesh, Shape
 
 #: Bytes of an optimizer's moments for a parameter.
 MOMENTS = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.1}
@@ -51,12 +52,17 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
     batches = {"local_batch": train.local_batch, "accumulation": forwards} if mesh.pp == 1 else _pipeline(
         parallel, sizes_of, mesh, seq_len=train.seq_len, local_batch=train.local_batch, microbatches=forwards)
     device = profile.device(hardware or config.hardware)
+    # as runner/setup.py chooses kernels on a GPU with triton
+    software = TITANYAML if config.kernels.name == "torch" or train.compute_dtype == "float64" else FUSED
+    if software is FUSED and mesh.tp == 1:
+        software = replace(FUSED, loss="fused")
     return Job(
         sizes_of, mesh, device, profile.network(cluster or config.cluster, world_size=mesh.world_size),
-        TITANYAML, seq_len=train.seq_len, **batches, ac=config.ac.mode, ac_every=config.ac.every,
+        software, seq_len=train.seq_len, **batches, ac=config.ac.mode, ac_every=config.ac.every,
         ac_budget=config.ac.budget, quant=recipe, float8_gather=gathers, compiled=config.compile.mode != "none",
         async_tp=tuple(config.compile.async_tp_ops) if config.compile.async_tp else (),
-        chunk_tokens=config.loss.chunk_tokens or 1024, sequence_parallel=parallel.tp_sequence_parallel,
+        chunk_tokens=config.loss.chunk_tokens or (4096 if software.loss == "fused" else 1024),
+        sequence_parallel=parallel.tp_sequence_parallel,
         cp_method=parallel.cp_method, reshard=parallel.fsdp_reshard_after_forward,
         moment_bytes=MOMENTS[config.optim.name], compute_bytes=_WIDTH[train.compute_dtype],
     )

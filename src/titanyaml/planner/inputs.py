@@ -6,7 +6,7 @@ Plain numbers, so that a row of somebody else's table can be planned like a conf
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FLOAT8 = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")
 
@@ -197,7 +197,8 @@ class Software:
     """Habits in which training programs and their releases differ.
 
     Args:
-        loss: ``chunked``: a chunk of tokens at a time; ``compiled``: all logits, fused; ``plain``: all logits, eager.
+        loss: ``chunked``: a chunk of tokens at a time; ``fused``: the same in one kernel on bf16 logits; ``compiled``:
+            all logits, fused; ``plain``: all logits, eager.
         optimizer_bytes: moved for a parameter by one update, clipping included.
         attention: ``flash`` or ``cudnn``.
         keeps_even: selective recomputation keeps the 2nd, 4th, ... product; else the 1st, 3rd, ...
@@ -226,8 +227,15 @@ class Software:
     fused_norms: bool = True
     copies_sequence: bool = False
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether the loss takes a chunk of tokens at a time, and adds up the head's gradient."""
+        return self.loss in ("chunked", "fused")
 
+
+#: This project: with plain PyTorch's kernels, and with its own.
 TITANYAML = Software("titanyaml", copies_sequence=True)
+FUSED = replace(TITANYAML, optimizer_bytes=32.0)
 
 
 @dataclass(frozen=True)

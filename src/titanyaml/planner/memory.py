@@ -15,7 +15,7 @@ from titanyaml.planner.operators import float8
 
 GIB = 2**30
 #: Bytes of a logit that are alive at one time.
-_LOGIT = {"plain": 14.0, "compiled": 4.0, "chunked": 10.0}
+_LOGIT = {"plain": 14.0, "compiled": 4.0, "chunked": 10.0, "fused": 2.0}
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ def _block_backward(job: Job) -> float:
 def _loss(job: Job) -> tuple[float, float]:
     """(bytes of logits, bytes of the head's own gradients in a chunked loss)."""
     rows = job.shape.vocab_size / job.mesh.tp
-    if job.software.loss != "chunked":
+    if not job.software.in_chunks:
         return _LOGIT[job.software.loss] * job.tokens * rows, 0.0
     tokens = min(job.chunk_tokens, job.tokens)
     kept = 4 * rows * job.shape.dim + job.compute_bytes * job.tokens * job.shape.dim
-    return _LOGIT["chunked"] * tokens * rows, kept
+    return _LOGIT[job.software.loss] * tokens * rows, kept
 
 
 def _parts(job: Job, layers: int, *, rank: int) -> dict[str, float]:
@@ -95,7 +95,7 @@ def _parts(job: Job, layers: int, *, rank: int) -> dict[str, float]:
     logits, kept = _loss(job) if last else (0.0, 0.0)
     inflight = min(job.microbatches, mesh.pp - rank) if pipe else 1
     activations = layers * job.tokens * saved_per_token(job) * inflight
-    if pipe and last and job.software.loss != "chunked":  # bf16 logits of every microbatch are kept for the caller
+    if pipe and last and not job.software.in_chunks:  # bf16 logits of every microbatch are kept for the caller
         logits += 2 * (job.microbatches - 1) * job.tokens * shape.vocab_size / mesh.tp
     block = _block_backward(job)
     left = constants.TP_LEFTOVER.value * min(logits, block) if mesh.tp > 1 else 0.0

@@ -274,7 +274,7 @@ def embedding_backward(job: Job) -> list[Operator]:
 
 
 #: Bytes that the loss moves for a logit beside its three products: (forward, backward).
-LOSS_TRAFFIC = {"chunked": (14.0, 8.0), "compiled": (8.0, 4.0), "plain": (26.0, 18.0)}
+LOSS_TRAFFIC = {"chunked": (14.0, 8.0), "fused": (6.0, 0.0), "compiled": (8.0, 4.0), "plain": (26.0, 18.0)}
 
 
 def head(job: Job) -> list[Operator]:
@@ -284,7 +284,7 @@ def head(job: Job) -> list[Operator]:
     """
     shape, tp, tokens = job.shape, job.mesh.tp, job.tokens
     rows, dtype = shape.vocab_size // tp, _width(job)
-    chunks = -(-tokens // job.chunk_tokens) if job.software.loss == "chunked" else 0
+    chunks = -(-tokens // job.chunk_tokens) if job.software.in_chunks else 0
     logits = sum(LOSS_TRAFFIC[job.software.loss]) * tokens * rows
     operators: list[Operator] = [
         Gemm("head", tokens, rows, shape.dim, dtype), Gemm("head.dx", tokens, shape.dim, rows, dtype),

@@ -17,6 +17,8 @@ from titanyaml.planner import configured, memory, step
 from titanyaml.planner.plan import Plan
 
 _MODES = ("none", "selective_op", "full")
+#: What pipelines were seen to need over the bound that memory is planned with.
+_PIPELINE = 1.28
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def search(config: Config) -> Result:
         legal += 1
         job = configured.job(candidate)
         room = memory.plan_memory(job)
-        if room.total / memory.GIB <= job.device.memory_gib - job.device.reserve_gib:
+        most = room.total * (_PIPELINE if room.lower_bound else 1.0)
+        if most / memory.GIB <= job.device.memory_gib - job.device.reserve_gib:
             found.append(Found(change, Plan(job, step.plan_step(job), room)))
     found.sort(key=lambda one: -one.plan.tps)
     return Result(found[:10], tried, legal, len(found))

@@ -100,7 +100,7 @@ def traced(config: Config) -> Work:
             documents_BS = tokens_BS if config.model.document_mask else None
             with notes:
                 loss = model(tokens_BS=tokens_BS, labels_BS=tokens_BS, documents_BS=documents_BS,
-                             loss_fn=setup.loss_function(config))
+                             loss_fn=setup.loss_function(config, ctx))
                 loss.backward()
     return notes.work
 
