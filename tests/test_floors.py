@@ -24,7 +24,7 @@ FLOORS = {
     "launch": 9, "sweep": 9,
     "cli": 10, "__main__": 11,
 }
-NO_TORCH = ("errors", "machine", "pipeline_schedule", "config", "rundir", "sweep", "cli", "__main__")
+NO_TORCH = ("errors", "machine", "pipeline_schedule", "config", "rundir", "planner", "sweep", "cli", "__main__")
 
 
 def modules() -> list[Path]:

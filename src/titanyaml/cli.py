@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 import yaml
@@ -34,8 +34,12 @@ from titanyaml.launch import external, job
 from titanyaml.launch.job import Typed
 from titanyaml.rundir import InUse
 
-#: Runners that need no ranks: called in this process.
-IN_PROCESS = ("check",)
+if TYPE_CHECKING:
+    from titanyaml.dist.env import Env
+
+#: Runners that need no ranks: called in this process. Those of NO_TORCH are handed no environment, and leave a folder.
+IN_PROCESS = ("check", "plan")
+NO_TORCH = ("plan",)
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 store.register()
@@ -195,23 +199,28 @@ def _give_up(cfg: DictConfig, typed: Typed, *, exit_code: int, interrupted: bool
 
 
 def _in_process(cfg: DictConfig, folder: Path, typed: Typed) -> float | None:
-    """Call a runner that needs no ranks. Alone it leaves no folder behind; in a sweep it is recorded like any job."""
+    """Call a runner that needs no ranks. One that writes nothing leaves no folder, unless it is a job of a sweep."""
     from titanyaml.config import build
-    from titanyaml.dist.env import Env  # torch, at last
 
-    runner = build.locate(cfg.runner._target_)
-    if not typed.sweep:
+    runner, plain = build.locate(cfg.runner._target_), cfg.runner.name in NO_TORCH
+    if not plain and not typed.sweep:
         _remove_empty(folder)
-        runner(dump.to_dataclass(cfg), None, Env.from_environ())
+        runner(dump.to_dataclass(cfg), None, _environment())
         return None
     opened = job.open_job(cfg, folder, ranks=count_ranks(dump.to_dataclass(cfg)), typed=typed)
     try:
         if not opened.finished:
-            runner(opened.config, opened.run, Env.from_environ())
-            opened.run.write_status(state="done", exit_code=EXIT_DONE)
+            result = runner(opened.config, opened.run, None if plain else _environment())
+            opened.run.write_status(state="done", exit_code=EXIT_DONE, **(result or {}))
     finally:
         opened.run.release()
-    return None
+    return opened.run.status().get("metric")
+
+
+def _environment() -> Env:
+    from titanyaml.dist.env import Env  # torch, at last
+
+    return Env.from_environ()
 
 
 def _remove_empty(folder: Path) -> None:

@@ -62,7 +62,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "step": status.get("step"),
         "loss": _last(records, "loss"),
         "validation_loss": _last(records, "validation_loss"),
-        "tps": statistics.median(speeds) if speeds else None,
+        "tps": statistics.median(speeds) if speeds else status.get("tps"),
         "metric": status.get("metric"),
         "reason": status.get("reason"),
         "config_hash": status.get("config_hash"),

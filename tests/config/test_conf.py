@@ -32,6 +32,7 @@ COMPANIONS = {
     ("kernels", "fused"): ["runner=check"],
     ("runner", "eval"): ["runner.checkpoint=."],
     ("runner", "sample"): ["runner.checkpoint=.", "parallel=single"],
+    ("runner", "plan"): ["hardware=h200"],
 }
 
 
@@ -67,11 +68,17 @@ def test_every_file_says_what_it_is_and_how_to_use_it(path: Path) -> None:
 def test_a_default_is_written_once(group: str, option: str) -> None:
     """A file holds its own group's keys, and only those that differ from the schema's default."""
     tree = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
-    if (group, option) == ("runner", "bench"):
-        del tree["defaults"]  # the one option that chooses others: what a benchmark leaves out
+    tree.pop("defaults", None)  # what an option chooses beside itself: test_an_option_chooses_for_others_openly
     keys = nearest.keys_of(nearest.keys_of(schema.Config)[group].kind)
     assert set(tree) <= set(keys)
     assert not [name for name, value in tree.items() if value == keys[name].default]
+
+
+def test_an_option_chooses_for_others_openly() -> None:
+    """Runners leave out what they do not need; a device brings its links."""
+    choosing = {option for option in OPTIONS if "defaults:" in (CONF / option[0] / f"{option[1]}.yaml").read_text()}
+    devices = {("hardware", name) for name in ("a100_80gb", "b200", "h100_500w", "h100_sxm", "h200")}
+    assert choosing == {("runner", "bench"), ("runner", "plan")} | devices
 
 
 def test_no_option_name_reads_as_something_else() -> None:
@@ -86,7 +93,7 @@ def test_every_section_that_can_be_chosen_is_a_group() -> None:
     assert groups - sections == {"plugin"}, "whose options go to pipeline.plugins"
 
 
-@pytest.mark.parametrize("option", ["check", "train", "bench", "eval", "sample"])
+@pytest.mark.parametrize("option", ["check", "plan", "train", "bench", "eval", "sample"])
 def test_runner_targets_take_what_runners_are_given(option: str) -> None:
     target = yaml.safe_load((CONF / "runner" / f"{option}.yaml").read_text())["_target_"]
     function = build.locate(target)

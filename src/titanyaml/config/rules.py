@@ -21,6 +21,7 @@ from titanyaml.config import (
     rules_model,
     rules_moe,
     rules_pipeline,
+    rules_plan,
     rules_quant,
     rules_tensor,
 )
@@ -32,7 +33,7 @@ from titanyaml.errors import Problem
 RULES: tuple[Rule, ...] = (
     *rules_model.RULES, *rules_moe.RULES, *rules_mesh.RULES, *rules_tensor.RULES, *rules_async_tp.RULES,
     *rules_context.RULES, *rules_expert.RULES, *rules_pipeline.RULES, *rules_quant.RULES, *rules_loop.RULES,
-    *rules_measure.RULES, *rules_data.RULES,
+    *rules_measure.RULES, *rules_data.RULES, *rules_plan.RULES,
 )
 
 

@@ -37,10 +37,12 @@ def async_tp_has_its_plugin(c: Any) -> Problem | None:
                    allowed="titanyaml.plugins.async_tp.AsyncTensorParallel where compile.async_tp is true", hint=_OFF)
 
 
-@rule("compile.async_tp", "compile.mode")
+@rule("compile.async_tp", "compile.mode", "runner.name")
 def async_tp_is_compiled(c: Any) -> Problem | None:
     mode = c.compile.mode
-    if not c.compile.async_tp or mode not in ("none", "auto") or (mode == "auto" and machine.gpus()):
+    if not c.compile.async_tp or mode not in ("none", "auto"):
+        return None
+    if mode == "auto" and (c.runner.name == "plan" or machine.gpus()):
         return None
     why = ", which compiles on a GPU only, and this machine has none" if mode == "auto" else ""
     return Problem("compile.mode", f"is {mode}{why}; async tensor parallelism works in compiled graphs",

@@ -122,7 +122,7 @@ def offload_has_a_device(c: Any) -> Problem | None:
     if ranks == 1:
         return Problem("parallel.fsdp_cpu_offload", "is on, but FSDP does it, and one data rank has no FSDP",
                        allowed="true where dp_replicate, dp_shard or cp is above 1", hint=off)
-    if c.runner.name == "check" or machine.gpus():
+    if c.runner.name in ("check", "plan") or machine.gpus():
         return None
     return Problem("parallel.fsdp_cpu_offload", "is on, but there is no GPU here: all memory is host memory",
                    allowed="false on a CPU", hint=off)

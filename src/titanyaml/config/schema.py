@@ -11,6 +11,8 @@ from typing import Any
 from titanyaml.config.keys import MAX_RANKS, MISSING, key
 from titanyaml.config.schema_data import Data as Data
 from titanyaml.config.schema_data import Tokenizer as Tokenizer
+from titanyaml.config.schema_hardware import Cluster as Cluster
+from titanyaml.config.schema_hardware import Hardware as Hardware
 from titanyaml.config.schema_measure import Profile as Profile
 from titanyaml.config.schema_model import Model as Model
 from titanyaml.config.schema_model import MoE as MoE
@@ -144,15 +146,6 @@ class Tracker:
 
 
 @dataclass
-class Hardware:
-    """The device: peaks for MFU. Unknown stays null, and MFU is then null too."""
-
-    name: str = key("auto", "auto: recognised by the device's own name")
-    peak_bf16_tflops: float | None = key(None, "dense bf16 peak (TFLOP/s)", above=0)
-    memory_gib: float | None = key(None, "device memory (GiB)", above=0)
-
-
-@dataclass
 class Launch:
     """How ranks are started."""
 
@@ -181,7 +174,8 @@ class Runner:
     """What is done with the configuration."""
 
     name: str = key(
-        MISSING, "check, train, bench, eval or sample", choices=["check", "train", "bench", "eval", "sample"]
+        MISSING, "check, plan, train, bench, eval or sample",
+        choices=["check", "plan", "train", "bench", "eval", "sample"],
     )
     _target_: str = key(MISSING, "function that does it")
     checkpoint: str | None = key(
@@ -199,6 +193,18 @@ class Runner:
     entity: str = key("local", "who measures: last part of the report's file name", when=("name", ["bench"]))
     interconnect: str | None = key(None, "what links the devices, as the report shall say it", when=("name", ["bench"]))
     notes: str | None = key(None, "what else helps to reproduce the figures, for the report", when=("name", ["bench"]))
+    token_budget: float | None = key(
+        None, "tokens of the whole training, for days, device-hours and cost; null: those of train.steps", above=0,
+        when=("name", ["plan"]),
+    )
+    search: bool = key(
+        False, "try meshes of equally many ranks, recomputation and batches, and plan the fastest that fits",
+        when=("name", ["plan"]),
+    )
+    trace: bool = key(
+        False, "run the pipeline on fake tensors and compare its products and collectives with the plan's",
+        when=("name", ["plan"]),
+    )
 
 
 @dataclass
@@ -224,6 +230,7 @@ class Config:
     tracker: Tracker = key(Tracker, "experiment tracking")
     profile: Profile = key(Profile, "traces and memory snapshots")
     hardware: Hardware = key(Hardware, "the device")
+    cluster: Cluster = key(Cluster, "links between devices")
     launch: Launch = key(Launch, "starting ranks")
     sweep: Sweep = key(Sweep, "multirun")
     pipeline: Pipeline = key(Pipeline, "model transforms")

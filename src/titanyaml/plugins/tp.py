@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from titanyaml.dist import compat
 from titanyaml.dist.tensor import TensorGroup, gather_sequence, local, own_rows, scatter_sum, sum_gradient, sum_parts
 from titanyaml.errors import DataError, PipelineError, Problem
 from titanyaml.models.layers import Linear, OutputProjection, RMSNorm
@@ -250,7 +251,8 @@ class VocabEmbedding(nn.Embedding):
         Raises:
             DataError: an id is outside the vocabulary (CPU, eager; elsewhere the lookup itself fails).
         """
-        if tokens_BS.device.type == "cpu" and not torch.compiler.is_compiling():
+        looks = tokens_BS.device.type == "cpu" and not torch.compiler.is_compiling()
+        if looks and not compat.is_fake(tokens_BS):
             _check_ids(tokens_BS, vocab_size=self.num_embeddings)
         weight = local(self.weight)
         rows_BS, mine_BS = own_rows(tokens_BS, rows=weight.shape[0], rank=self.group.rank, size=self.group.size)

@@ -18,7 +18,7 @@ from titanyaml.models.moe import expert_biases
 from titanyaml.optim.schedule import lr_at
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.rundir import RunDir
-from titanyaml.runner import report, setup
+from titanyaml.runner import honesty, report, setup
 from titanyaml.runner.evaluate import mean_loss
 from titanyaml.runner.meter import Meter
 from titanyaml.runner.profiler import Profiler
@@ -51,6 +51,7 @@ class Trainer:
     def __init__(self, config: Config, run: RunDir, env: Env) -> None:
         self.config, self.run, self.env = config, run, env
         self.last: dict[str, Any] = {}
+        self.told = False  # whether plan and measurement were compared
         setup.set_determinism(config)
         tokenizer = setup.build_tokenizer(config, env)
         train_data = setup.build_data(config, env, tokenizer, split="train")
@@ -165,6 +166,10 @@ class Trainer:
             record["validation_loss"] = validation_loss
         self.last = record
         self._log_record(record)
+        if self.env.is_main and step >= honesty.STEP and not self.told:
+            self.told = True
+            if said := honesty.compare(config, self.env, record):
+                self.run.write_status(plan=said)
 
     def _log_record(self, record: dict[str, Any]) -> None:
         if self.trackers is not None:

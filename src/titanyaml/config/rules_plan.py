@@ -1,0 +1,53 @@
+"""Rules of planning: a device and links that the planner knows the rates of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titanyaml.config.ranks import degree, world_size
+from titanyaml.config.view import Rule, into, ways
+from titanyaml.errors import Problem
+
+RULES: list[Rule] = []
+rule = into(RULES)
+
+_RATES = ("gemm_bf16_tflops", "memory_tb_s", "flash_forward_tflops", "flash_backward_tflops", "peak_bf16_tflops",
+          "memory_gib")
+
+
+@rule("runner.name", "hardware")
+def planned_device_has_rates(c: Any) -> Problem | None:
+    missing = [name for name in _RATES if getattr(c.hardware, name) is None]
+    if c.runner.name != "plan" or not missing:
+        return None
+    return Problem(f"hardware.{missing[0]}", f"is null: runner=plan reckons with the rates of a device, and hardware="
+                   f"{c.hardware.name} has none", allowed="a file of conf/hardware with rates, or these keys given",
+                   hint=ways("hardware", ["h200", "h100_sxm", "h100_500w", "a100_80gb", "b200"]))
+
+
+@rule("runner.name", "model.moe.num_experts")
+def planned_model_is_dense(c: Any) -> Problem | None:
+    if c.runner.name != "plan" or not c.model.moe.num_experts:
+        return None
+    return Problem("model.moe.num_experts", f"is {c.model.moe.num_experts}, but runner=plan knows dense models only",
+                   allowed="0; runner=check and runner=bench take mixtures", hint="model=llama3_8b or runner=check")
+
+
+@rule("runner", "parallel", "launch")
+def traced_mesh_has_no_pipeline(c: Any) -> Problem | None:
+    if c.runner.name != "plan" or not c.runner.trace or degree(c, "pp") in (1, None):
+        return None
+    return Problem("runner.trace", "is true, but one rank of a pipeline does not run by itself", allowed="false with "
+                   "parallel.pp above 1", hint="runner.trace=false or parallel.pp=1")
+
+
+@rule("runner.name", "cluster", "parallel", "launch")
+def planned_ranks_have_links(c: Any) -> Problem | None:
+    ranks = world_size(c)
+    if c.runner.name != "plan" or ranks in (1, None):
+        return None
+    hosts = ranks > c.cluster.gpus_per_host
+    if c.cluster.nvlink_gb_s is not None and (c.cluster.rdma_gb_s is not None or not hosts):
+        return None
+    name = "nvlink_gb_s" if c.cluster.nvlink_gb_s is None else "rdma_gb_s"
+    return Problem(f"cluster.{name}", f"is null, but {ranks} ranks are planned", hint="cluster=hgx_400g")

@@ -1,0 +1,322 @@
+"""What a plan is made from: a decoder's sizes, a mesh, a program's habits, a device, a network, and the work of a step.
+
+Plain numbers, so that a row of somebody else's table can be planned like a configuration of ours. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+FLOAT8 = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One matrix of a block.
+
+    Args:
+        name: within the block. inputs, outputs: features. column: split by output under tensor parallelism, else by
+            input. reads: name of the tensor it multiplies; matrices that read the same one share its cast.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    column: bool
+    reads: str
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense decoder.
+
+    gated: three matrices in the feed-forward (SwiGLU), else two. rotary: queries and keys are
+    turned. head_norms: each head of them has a norm. Biases are ignored."""
+
+    name: str
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    tied: bool = False
+    gated: bool = True
+    rotary: bool = True
+    head_norms: bool = False
+
+    @property
+    def query_dim(self) -> int:
+        """Features of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Features of all key heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices of a block in the order in which a forward pass multiplies by them."""
+        d, q, k, f = self.dim, self.query_dim, self.kv_dim, self.ffn_dim
+        gate = [Linear("w1", d, f, True, "ffn_in")] if self.gated else []
+        return (
+            Linear("wq", d, q, True, "attention_in"), Linear("wk", d, k, True, "attention_in"),
+            Linear("wv", d, k, True, "attention_in"), Linear("wo", q, d, False, "attended"),
+            *gate, Linear("w3", d, f, True, "ffn_in"), Linear("w2", f, d, False, "product"),
+        )
+
+    @property
+    def norm_params(self) -> int:
+        """Of a block."""
+        return 2 * self.dim + (2 * self.head_dim if self.head_norms else 0)
+
+    @property
+    def block_params(self) -> int:
+        """Of a block."""
+        return sum(one.inputs * one.outputs for one in self.linears) + self.norm_params
+
+    @property
+    def root_params(self) -> int:
+        """Embedding, head and final norm."""
+        return self.vocab_size * self.dim * (1 if self.tied else 2) + self.dim
+
+    def local_block(self, tp: int) -> float:
+        """Parameters of a block on a tp rank: norms are whole everywhere."""
+        return (self.block_params - self.norm_params) / tp + self.norm_params
+
+    def local_root(self, tp: int) -> float:
+        """Parameters of embedding, head and final norm on a tp rank."""
+        return (self.root_params - self.dim) / tp + self.dim
+
+    @property
+    def num_params(self) -> int:
+        """All, a tied weight counted once."""
+        return self.num_layers * self.block_params + self.root_params
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """As ``models.protocol.ModelFacts.flops_per_token``: the convention of MFU."""
+        embedding = 0 if self.tied else self.vocab_size * self.dim
+        return 6 * (self.num_params - embedding) + 12 * self.num_layers * self.query_dim * seq_len
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees; ranks lie pp, dp_replicate, dp_shard, cp, tp, outermost first."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which FSDP shards."""
+        return self.dp_shard * self.cp
+
+    @property
+    def data_degree(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    def stride(self, axis: str) -> int:
+        """Distance between neighbours on an axis ("shard" is dp_shard*cp)."""
+        inner = {"tp": 1, "cp": self.tp, "shard": self.tp, "dp_replicate": self.tp * self.shards}
+        return inner.get(axis, self.tp * self.shards * self.dp_replicate)
+
+    def size(self, axis: str) -> int:
+        """Ranks on an axis."""
+        return self.shards if axis == "shard" else getattr(self, axis)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, in sustained rates. ``conf/hardware/`` says where each comes from.
+
+    Args:
+        peak_tflops: dense bf16 datasheet peak, of which MFU is a share. memory_gib: of the device.
+        bf16_tflops, fp8_tflops: GEMM of large matrices while everything else of a step runs too.
+        memory_tb_s: datasheet bandwidth.
+        flash_tflops, cudnn_tflops: causal attention forward and backward, long sequences; None where it is missing.
+        launch_us: least time of a kernel. reserve_gib: CUDA context and NCCL, outside the allocator.
+    """
+
+    name: str
+    peak_tflops: float
+    memory_gib: float
+    bf16_tflops: float
+    fp8_tflops: float | None
+    memory_tb_s: float
+    flash_tflops: tuple[float, float]
+    cudnn_tflops: tuple[float, float] | None
+    launch_us: float
+    reserve_gib: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links. gpus_per_host: that NVLink joins. nvlink_gb_s, rdma_gb_s: reached by large collectives, a GPU."""
+
+    name: str
+    gpus_per_host: int
+    nvlink_gb_s: float
+    rdma_gb_s: float
+    nvlink_latency_us: float
+    rdma_latency_us: float
+
+    def rate(self, mesh: Mesh, axis: str) -> float:
+        """Bytes per second and rank of a collective over an axis.
+
+        A group that has several ranks in a host has a network card for each of them; one that lies wholly in a host
+        has NVLink alone.
+        """
+        local = self.local(mesh, axis)
+        return (self.nvlink_gb_s if local == mesh.size(axis) else min(self.nvlink_gb_s, local * self.rdma_gb_s)) * 1e9
+
+    def local(self, mesh: Mesh, axis: str) -> int:
+        """Ranks of a group over ``axis`` in one host."""
+        return min(mesh.size(axis), max(1, self.gpus_per_host // mesh.stride(axis)))
+
+    def latency(self, mesh: Mesh, axis: str) -> float:
+        """Seconds before the first byte of a collective: a tree over hosts above a ring in each."""
+        local = self.local(mesh, axis)
+        hosts = max(1, mesh.size(axis) // local)
+        return (self.nvlink_latency_us * (local > 1) + self.rdma_latency_us * math.ceil(math.log2(hosts))) * 1e-6
+
+
+@dataclass(frozen=True)
+class Software:
+    """Habits in which training programs and their releases differ.
+
+    Args:
+        loss: ``chunked``: a chunk of tokens at a time; ``fused``: the same in one kernel on bf16 logits; ``compiled``:
+            all logits, fused; ``plain``: all logits, eager.
+        optimizer_bytes: moved for a parameter by one update, clipping included.
+        attention: ``flash`` or ``cudnn``.
+        keeps_even: selective recomputation keeps the 2nd, 4th, ... product; else the 1st, 3rd, ...
+        keeps_scattered: it keeps what the tp ranks reduce-scatter. gathers_float8: the tp ranks gather tensorwise
+            float8 instead of bf16.
+        root_copies: bytes gathered for a parameter of embedding and head while blocks run.
+        weights: on one data rank: ``masters`` (bf16 parameters, fp32 copy in the optimizer) or ``autocast``.
+        gemm_age, attention_age: share of today's kernel rates.
+        reduces_each: gradients are reduced after every microbatch, else after the last.
+        fused_norms: an eager norm is one kernel. copies_sequence: what tp ranks send along the sequence is copied once
+            to lie along the first dimension, where there is more than one sequence.
+    """
+
+    name: str
+    loss: str = "chunked"
+    optimizer_bytes: float = 40.0
+    attention: str = "cudnn"
+    keeps_even: bool = True
+    keeps_scattered: bool = False
+    gathers_float8: bool = False
+    root_copies: float = 2.0
+    weights: str = "masters"
+    gemm_age: float = 1.0
+    attention_age: float = 1.0
+    reduces_each: bool = True
+    fused_norms: bool = True
+    copies_sequence: bool = False
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether the loss takes a chunk of tokens at a time, and adds up the head's gradient."""
+        return self.loss in ("chunked", "fused")
+
+
+#: This project: with plain PyTorch's kernels, and with its own.
+TITANYAML = Software("titanyaml", copies_sequence=True)
+FUSED = replace(TITANYAML, optimizer_bytes=32.0)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a plan depends on.
+
+    Args:
+        local_batch: sequences per data rank and forward; under pp those of all microbatches together.
+        accumulation: forwards per step and data rank. microbatches: of one forward under pp.
+        schedule: of the pipeline. stages_per_rank: of it. bubble: its idle time in forwards-and-backwards of one
+            microbatch; None: as ``step.BUBBLES`` says.
+        rank_layers: layers of each pipeline rank; () where they are as even as can be. head_rank: where the head is.
+        ac: none, full, selective_op, selective_layer, memory_budget. ac_every: of selective_layer. ac_budget: share of
+            activations kept.
+        quant: none or one of FLOAT8. float8_gather: FSDP gathers float8.
+        async_tp: collectives overlapped with products: "all_gather", "reduce_scatter".
+        chunk_tokens: of a chunked loss. sequence_parallel: tp ranks hold slices of the sequence. ring: cp passes keys
+            around; else gathers them. ulysses: trades sequence for heads.
+        reshard: FSDP frees a block after its forward: auto (all but the last), always, never.
+        moment_bytes: of the optimizer's state for a parameter.
+    """
+
+    shape: Shape
+    mesh: Mesh
+    device: Device
+    network: Network
+    software: Software
+    seq_len: int
+    local_batch: int
+    accumulation: int = 1
+    microbatches: int = 1
+    schedule: str = "1F1B"
+    stages_per_rank: int = 1
+    bubble: float | None = None
+    rank_layers: tuple[int, ...] = ()
+    head_rank: int = -1
+    ac: str = "none"
+    ac_every: int = 2
+    ac_budget: float = 1.0
+    quant: str = "none"
+    float8_gather: bool = False
+    compiled: bool = True
+    async_tp: tuple[str, ...] = ()
+    chunk_tokens: int = 1024
+    sequence_parallel: bool = True
+    cp_method: str = "allgather"
+    reshard: str = "auto"
+    moment_bytes: float = 8.0
+    compute_bytes: int = 2
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank and one forward of a microbatch, before tensor parallelism slices them."""
+        return self.local_batch // self.microbatches * self.seq_len // self.mesh.cp
+
+    @property
+    def slice_tokens(self) -> int:
+        """Tokens between the split matrices on one tp rank."""
+        return self.tokens // (self.mesh.tp if self.sequence_parallel else 1)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all ranks."""
+        return self.local_batch * self.accumulation * self.mesh.data_degree * self.seq_len
+
+    @property
+    def layers_of_ranks(self) -> tuple[int, ...]:
+        """Layers on each pipeline rank; stages go round the ranks, and those with embedding and head are shorter."""
+        pp, v = self.mesh.pp, self.stages_per_rank
+        stages = _even(self.shape.num_layers, pp * v)
+        return self.rank_layers or tuple(sum(stages[rank::pp]) for rank in range(pp))
+
+    def ends_of(self, rank: int) -> tuple[bool, bool]:
+        """Whether a pipeline rank has the embedding, and the head."""
+        return rank == 0, rank == self.head_rank % self.mesh.pp
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    """As even as can be with the shorter stages at both ends, where embedding and head are."""
+    counts = [layers // stages] * stages
+    order = sorted(range(stages), key=lambda i: min(i, stages - 1 - i), reverse=True)
+    for i in order[: layers % stages]:
+        counts[i] += 1
+    return tuple(counts)

@@ -1,0 +1,83 @@
+"""What a run will need and reach, on devices that need not be here (``runner=plan``). Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from titanyaml.config import degrees
+from titanyaml.config.schema import Config
+from titanyaml.errors import ConfigError
+from titanyaml.planner import configured, report, timeline
+from titanyaml.planner import plan as planning
+from titanyaml.planner import search as searching
+from titanyaml.planner.budget import budget
+from titanyaml.planner.plan import Plan
+from titanyaml.planner.review import warnings
+from titanyaml.rundir import RunDir, atomic_write
+
+
+def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
+    """Plan ``config``: print tables, write plan.json, plan.md and timeline.json. A plan that does not fit is a result.
+
+    Returns:
+        ``metric`` and ``tps``: planned tokens per second and device, 0 where it does not fit; and ``fits``.
+
+    Raises:
+        ConfigError: the device, the links or the model are not known well enough, or a search found nothing.
+    """
+    console = Console(width=None if Console().is_terminal else 160)
+    found = searching.search(config) if config.runner.search else None
+    if found is not None and not found.best:
+        raise ConfigError(f"of {found.tried} configurations {found.legal} are legal and none fits", key="parallel",
+                          hint="more ranks, or a smaller train.seq_len")
+    made = found.best[0].plan if found else planning.plan(configured.job(config))
+    record = _record(config, made)
+    if found is not None:
+        record["search"] = [one.row() for one in found.best]
+        record["command"] = _command(run, found.best[0].change)
+    if config.runner.trace:
+        from titanyaml.runner import tracing  # torch, and seconds
+
+        record["trace"] = tracing.compare(config)
+    report.show(record, console)
+    if found is not None:
+        console.print(f"{found.tried} tried, {found.legal} legal, {found.fitted} fit", highlight=False)
+        console.print(f"run the first: {record['command']}", highlight=False, soft_wrap=True)
+    atomic_write(run.path / "plan.json", json.dumps(record, indent=1) + "\n")
+    atomic_write(run.path / "plan.md", report.markdown(record))
+    atomic_write(run.path / "timeline.json", json.dumps(timeline.trace_events(made.step)) + "\n")
+    console.print(f"written: {run.path}/plan.json, plan.md, timeline.json", highlight=False, soft_wrap=True)
+    speed = made.tps if made.fits else 0.0
+    return {"metric": speed, "tps": speed, "fits": made.fits}
+
+
+#: What a search chooses, and what belongs to planning.
+_CHOSEN = ("parallel", "ac", "train.local_batch", "train.global_batch", "compile.async_tp", "runner", "run.", "hydra.")
+
+
+def _command(run: RunDir, change: str) -> str:
+    """What trains the configuration that was found: what was typed, less what the search chose."""
+    path = run.path / "overrides.yaml"
+    typed = yaml.safe_load(path.read_text(encoding="utf-8"))["overrides"] if path.exists() else []
+    kept = [shlex.quote(one) for one in typed if not one.lstrip("+~").startswith(_CHOSEN)]
+    return " ".join(["python -m titanyaml", *kept, change])
+
+
+def _record(config: Config, made: Plan) -> dict[str, Any]:
+    """Everything that plan.json holds."""
+    mesh = {axis: made.job.mesh.size(axis) for axis in degrees.MESH_AXES}
+    tokens = config.runner.token_budget or config.train.steps * made.job.tokens_per_step
+    spent = budget(made, tokens=tokens, power_w=config.hardware.power_w, price_per_hour=config.hardware.price_per_hour)
+    remarks = warnings(made)
+    if config.parallel.fsdp_cpu_offload:
+        remarks.append("parallel.fsdp_cpu_offload is planned as if weights and optimizer were on the device")
+    if config.quant.recipe != "none" and config.quant.product == "own":
+        remarks.append("quant.product=own is planned with the casts of quant.product=torchao, which move more")
+    return {"model": config.model.name, "mesh_name": searching.name(mesh), **made.record(), "budget": spent,
+            "tokens_per_day": spent["tokens_per_day"], "gpu_hours": spent["gpu_hours"], "cost": spent["cost"],
+            "changes": [{"change": typed, "tps": tps} for typed, tps in made.changes], "warnings": remarks}

@@ -1,0 +1,63 @@
+"""``runner=plan`` as typed, on a machine without torch."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def typed(tmp_path: Path):
+    """Run the command in a folder of its own; importing torch fails."""
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "absent" / "torch.py").write_text("raise ImportError('there is no torch here')\n")
+
+    def run(*overrides: str) -> subprocess.CompletedProcess:
+        path = os.pathsep.join([str(tmp_path / "absent"), os.environ.get("PYTHONPATH", "")])
+        return subprocess.run([sys.executable, "-m", "titanyaml", *overrides], cwd=tmp_path, text=True, timeout=100,
+                              capture_output=True, env={**os.environ, "PYTHONPATH": path})
+
+    return run
+
+
+def test_a_plan_on_a_laptop(typed, tmp_path: Path) -> None:
+    done = typed("runner=plan", "model=llama3_70b", "parallel=fsdp32_tp8", "ac=full", "hardware=h100_500w",
+                 "train.local_batch=16", "compile.async_tp=true", "runner.token_budget=1e12",
+                 "hardware.price_per_hour=2", "run.dir=here")
+    assert done.returncode == 0, done.stderr
+    assert "memory of the fullest rank" in done.stdout
+    plan = json.loads((tmp_path / "here" / "plan.json").read_text())
+    assert {"fits", "tps", "step_s", "mfu", "memory_gib", "time_s", "comm", "world_size", "warnings", "cost",
+            "tokens_per_day", "gpu_hours"} <= set(plan)
+    assert plan["fits"] is True and plan["world_size"] == 256
+    assert plan["tps"] == pytest.approx(652, rel=0.10), "published with async TP, H100 500 W"
+    assert sum(plan["time_s"].values()) == pytest.approx(plan["step_s"])
+    assert sum(plan["memory_gib"]["parts"].values()) == pytest.approx(plan["memory_gib"]["total"])
+    assert {"axis", "op", "count", "bytes", "exposed_s"} <= set(plan["comm"][0])
+    assert plan["cost"] == pytest.approx(2 * plan["gpu_hours"])
+    assert "# Plan: llama3_70b, fsdp32_tp8, h100_500w" in (tmp_path / "here" / "plan.md").read_text()
+    assert json.loads((tmp_path / "here" / "timeline.json").read_text())["traceEvents"]
+    assert json.loads((tmp_path / "here" / "status.json").read_text())["metric"] == plan["tps"]
+
+
+def test_a_sweep_ranks_meshes(typed, tmp_path: Path) -> None:
+    done = typed("-m", "runner=plan", "model=llama3_8b", "parallel=fsdp8,single", "hardware=h100_sxm",
+                 "train.local_batch=1", "ac=full", "hydra.sweep.dir=swept")
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "swept" / "sweep.csv").open() as file:
+        rows = {"fsdp8" if "parallel=fsdp8" in row["overrides"] else "single": row for row in csv.DictReader(file)}
+    fsdp, single = rows["fsdp8"], rows["single"]
+    assert float(fsdp["tps"]) == float(fsdp["metric"]) > 5000
+    assert (single["state"], float(single["metric"])) == ("done", 0.0), "what does not fit is a result"
+
+
+def test_an_unknown_device_is_refused(typed) -> None:
+    done = typed("runner=plan")
+    assert done.returncode == 2
+    assert "hardware.gemm_bf16_tflops" in done.stderr

@@ -1,0 +1,225 @@
+"""A plan's parts: they add up, they move the right way, and what it says of itself holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from titanyaml.config import schema
+from titanyaml.dist.env import Env
+from titanyaml.errors import ConfigError
+from titanyaml.planner import configured, cost, memory, operators, profile, search, step, timeline
+from titanyaml.planner import plan as planning
+from titanyaml.planner.budget import budget
+from titanyaml.planner.inputs import Mesh
+from titanyaml.planner.review import warnings
+from titanyaml.runner import honesty
+
+
+def test_published_sizes(job) -> None:
+    shape = job().shape
+    assert shape.num_params == 8_030_261_248
+    assert shape.flops_per_token(8192) == 6 * (8_030_261_248 - 128256 * 4096) + 12 * 32 * 4096 * 8192
+
+
+def test_seconds_add_up(job) -> None:
+    made = step.plan_step(job(accumulation=3, mesh=Mesh(dp_shard=4, tp=2)))
+    assert sum(made.classes.values()) == pytest.approx(made.seconds)
+    assert {"gemm", "attention", "elementwise", "optimizer", "exposed_comm", "bubble"} < set(made.classes)
+
+
+def test_a_product_by_hand(job) -> None:
+    one = operators.Gemm("x", 8192, 8192, 8192)
+    assert cost.gemm_seconds(job(), one) == pytest.approx(2 * 8192**3 / 553e12 * (1 + 110 * 3 / 8192))
+    narrow = operators.Gemm("x", 8192, 8, 8192)  # bound by its operands
+    assert cost.gemm_seconds(job(), narrow) > narrow.flops / 553e12 * 10
+
+
+@pytest.mark.parametrize(("mesh", "axis", "rate"), [
+    (Mesh(dp_shard=8), "shard", 262e9),  # within a host
+    (Mesh(dp_shard=16), "shard", 262e9),  # eight cards carry more than NVLink
+    (Mesh(dp_shard=32, tp=8), "shard", 39e9),  # one card
+    (Mesh(dp_shard=32, tp=2), "shard", 4 * 39e9),
+    (Mesh(dp_shard=32, tp=8), "tp", 262e9),
+    (Mesh(tp=16), "tp", 262e9),
+    (Mesh(dp_replicate=2, dp_shard=8), "dp_replicate", 39e9),
+])
+def test_a_group_has_the_cards_of_its_hosts(job, mesh: Mesh, axis: str, rate: float) -> None:
+    assert job(mesh=mesh).network.rate(mesh, axis) == pytest.approx(rate)
+
+
+def test_accumulation_repeats_a_microbatch_and_not_the_optimizer(job) -> None:
+    one, two = (step.plan_step(job(accumulation=count)) for count in (1, 2))
+    assert two.classes["gemm"] == pytest.approx(2 * one.classes["gemm"])
+    assert two.classes["optimizer"] == one.classes["optimizer"]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "idle"), [("1F1B", 1, 7 / 15), ("Interleaved1F1B", 2, 3.5 / 11.5),
+                                                          ("ZBVZeroBubble", 2, 0.0)])
+def test_a_pipeline_waits_as_long_as_its_schedule_says(job, schedule: str, stages: int, idle: float) -> None:
+    made = step.plan_step(job(mesh=Mesh(pp=8), local_batch=8, microbatches=8, schedule=schedule,
+                              stages_per_rank=stages))
+    assert made.bubble == pytest.approx(idle, rel=0.05)
+
+
+def test_stages_are_short_where_embedding_and_head_are(job) -> None:
+    uneven = job(shape=replace(job().shape, num_layers=126), mesh=Mesh(pp=8), local_batch=8, microbatches=8)
+    assert uneven.layers_of_ranks == (15, 16, 16, 16, 16, 16, 16, 15)
+
+
+@pytest.mark.parametrize(("changes", "part"), [
+    ({"ac": "full"}, "activations"), ({"local_batch": 1}, "activations"), ({"mesh": Mesh(dp_shard=16)}, "optimizer"),
+    ({"moment_bytes": 2.1}, "optimizer"), ({"chunk_tokens": 128}, "logits"),
+    ({"float8_gather": True}, "gathered weights"),
+])
+def test_what_saves_memory(job, changes: dict, part: str) -> None:
+    assert memory.plan_memory(job(**changes)).parts[part] < memory.plan_memory(job()).parts[part]
+
+
+def test_one_gpu_peaks_where_backward_ends(job) -> None:
+    """8B in bf16 with fp32 masters: 16 bytes a parameter."""
+    made = memory.plan_memory(job("h200", mesh=Mesh(), local_batch=1, ac="full"))
+    assert made.total == pytest.approx(16 * 8_030_261_248 + 1.76 * memory.GIB)
+
+
+def test_what_does_not_fit_says_what_would(job) -> None:
+    made = planning.plan(job("h100_sxm", local_batch=8, ac="none"))
+    assert not made.fits
+    assert len(made.changes) == 3
+    speeds = [tps for _, tps in made.changes]
+    assert speeds == sorted(speeds, reverse=True)
+    text, = [text for text in warnings(made) if text.startswith("does not fit")]
+    assert "the largest part is activations" in text
+    assert made.changes[0][0] in text
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"mesh": Mesh(tp=16, dp_shard=2), "shape": None}, "spans hosts of 8"),
+    ({"mesh": Mesh(tp=8, dp_shard=2), "quant": "float8_rowwise"}, "float8 gains nothing in wq, wk, wv, wo, w1, w3, w2"),
+    ({"mesh": Mesh(pp=8), "local_batch": 4, "microbatches": 4}, "pipeline ranks wait"),
+    ({"mesh": Mesh(pp=8), "local_batch": 4, "microbatches": 4}, "is a lower bound"),
+    ({"local_batch": 1, "seq_len": 2048}, "2048 tokens a forward do not fill"),
+    ({"ac": "full", "local_batch": 1}, "ac=none fits too"),
+    ({"compiled": False}, "compile=none"),
+    ({"mesh": Mesh(dp_shard=8, tp=8), "local_batch": 1}, "waits for tp transfers"),
+])
+def test_remarks(job, changes: dict, words: str) -> None:
+    if "shape" in changes:
+        changes = changes | {"shape": replace(job().shape, num_kv_heads=16)}
+    assert any(words in text for text in warnings(planning.plan(job(**changes))))
+
+
+def test_a_good_plan_has_no_remarks(job) -> None:
+    assert warnings(planning.plan(job("h200", mesh=Mesh(dp_shard=32), ac="none"))) == []
+
+
+def test_the_range_is_wider_where_errors_are(job) -> None:
+    assert planning.plan(job()).range[0] == 0.10
+    assert planning.plan(job(mesh=Mesh(dp_shard=4, tp=2))).range[0] == 0.15
+
+
+def test_a_budget(job) -> None:
+    made = planning.plan(job())
+    spent = budget(made, tokens=made.tps * 8 * 3600, power_w=500, price_per_hour=2.0)
+    assert spent["gpu_hours"] == pytest.approx(8)
+    assert spent["days"] == pytest.approx(1 / 24)
+    assert spent["cost"] == pytest.approx(16)
+    assert spent["energy_mwh"] == pytest.approx(8 * 500 / 1e6)
+    assert budget(made, tokens=1.0, power_w=None, price_per_hour=None)["cost"] is None
+
+
+def test_events_of_a_stream_follow_each_other(job) -> None:
+    events = [one for one in timeline.trace_events(step.plan_step(job()))["traceEvents"] if one["ph"] == "X"]
+    for stream in (1, 2):
+        mine = sorted((one for one in events if one["tid"] == stream), key=lambda one: one["ts"])
+        assert len(mine) > 60
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in zip(mine, mine[1:], strict=False))
+
+
+def test_float8_needs_a_rate(job) -> None:
+    with pytest.raises(ConfigError, match="a100_80gb has no rate for float8"):
+        step.plan_step(job("a100_80gb", quant="float8_rowwise"))
+
+
+def test_a_device_without_rates_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not say gemm_bf16_tflops"):
+        profile.device(schema.Hardware(name="mine", peak_bf16_tflops=1.0, memory_gib=1.0))
+    with pytest.raises(ConfigError, match="how fast its links are"):
+        profile.network(schema.Cluster(), world_size=2)
+
+
+def test_a_configuration_becomes_a_job(configure) -> None:
+    made = configured.job(configure("model=llama3_70b", "parallel=hsdp2x4_tp8", "train.local_batch=2", "ac=full",
+                                    "train.global_batch=64", "compile.async_tp=true", "cluster.rdma_gb_s=20"))
+    assert made.mesh == Mesh(dp_replicate=2, dp_shard=4, tp=8)
+    assert (made.accumulation, made.local_batch, made.seq_len, made.ac) == (4, 2, 8192, "full")
+    assert made.async_tp == ("all_gather", "reduce_scatter")
+    assert (made.device.name, made.network.name, made.network.rdma_gb_s) == ("h200", "hgx_400g", 20.0)
+
+
+def test_a_pipeline_is_cut_as_it_is_run(configure) -> None:
+    made = configured.job(configure("model=llama3_70b", "parallel=fsdp8_pp4", "train.global_batch=64",
+                                    "train.local_batch=1", "parallel.pp_schedule=Interleaved1F1B"))
+    assert (made.local_batch, made.microbatches, made.accumulation, made.stages_per_rank) == (8, 8, 1, 2)
+    assert made.tokens_per_step == 64 * 8192 and made.tokens == 8192
+    assert sum(made.layers_of_ranks) == 80
+    around = configured.job(configure("model=llama3_70b", "parallel=pp4", "parallel.pp_schedule=ZBVZeroBubble"))
+    assert around.ends_of(0) == (True, True), "a V ends where it began"
+
+
+def test_a_schedule_from_a_file_is_simulated(configure, tmp_path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n")
+    made = configured.job(configure("model=llama3_8b", "parallel=pp2", f"parallel.pp_schedule_csv={path}"))
+    assert made.microbatches == 2
+    assert made.bubble == pytest.approx(1.0), "nine units for two microbatches of three"
+
+
+@pytest.mark.parametrize(("typed", "loss", "chunk"), [
+    ("parallel=fsdp2", "fused", 4096), ("parallel=tp2", "chunked", 1024), ("kernels=torch", "chunked", 1024),
+    ("loss.chunk_tokens=512", "fused", 512),
+])
+def test_the_loss_is_the_one_that_will_run(configure, typed: str, loss: str, chunk: int) -> None:
+    made = configured.job(configure(typed))
+    assert (made.software.loss, made.chunk_tokens) == (loss, chunk)
+
+
+def test_float8_is_planned_where_it_is_asked_for(configure) -> None:
+    made = configured.job(configure("parallel=fsdp8", "quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true"))
+    assert (made.quant, made.float8_gather) == ("float8_tensorwise", True)
+
+
+def test_a_run_is_held_against_its_plan(configure) -> None:
+    env = Env(0, 1, 0, torch.device("cuda"), "nccl")
+    record = {"step": 20, "tps": 1000.0, "step_s": 1.0, "mem_reserved_gib": 2.0}
+    config = configure("parallel=single", "train.local_batch=2")
+    said = honesty.compare(config, env, record)
+    made = planning.plan(configured.job(config))
+    assert said["error"]["tps"] == pytest.approx(made.tps / 1000 - 1)
+    assert said["measured"] == {"tps": 1000.0, "step_s": 1.0, "memory_gib": 2.0}
+    assert honesty.compare(config, Env(0, 1, 0, torch.device("cpu"), "gloo"), record) is None
+    config.hardware = schema.Hardware(name="mine")
+    assert honesty.compare(config, env, record) is None, "a device without rates"
+
+
+def test_a_typed_cluster_wins(configure) -> None:
+    assert configure("cluster=ethernet_100g").cluster.name == "ethernet_100g"
+
+
+def test_search_is_at_least_as_fast_as_any_it_could_have_chosen(configure) -> None:
+    config = configure("hardware=h100_500w", "model=llama3_8b", "parallel=fsdp8", "train.global_batch=16",
+                       "train.local_batch=2", "model.num_kv_heads=4")
+    found = search.search(config)
+    assert found.tried > found.legal >= found.fitted > 20
+    speeds = [one.plan.tps for one in found.best]
+    assert len(speeds) == 10 and speeds == sorted(speeds, reverse=True)
+    assert all(one.plan.fits and one.plan.job.mesh.world_size == 8 for one in found.best)
+    assert {one.plan.job.tokens_per_step for one in found.best} == {16 * 8192}
+    usual = planning.plan(configured.job(configure("hardware=h100_500w", "model=llama3_8b", "parallel=fsdp8",
+                                                   "model.num_kv_heads=4", "train.local_batch=2", "ac=selective_op")))
+    assert usual.fits
+    assert speeds[0] >= usual.tps
+    again = configure("hardware=h100_500w", "model=llama3_8b", "model.num_kv_heads=4", *found.best[0].change.split())
+    assert planning.plan(configured.job(again)).tps == pytest.approx(speeds[0])
