@@ -110,6 +110,20 @@ def test_only_what_was_asked_for_is_fused() -> None:
     )
 
 
+@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp"])
+def test_float8_layers_cast_between_the_gather_and_the_product(recipe: str) -> None:
+    """Emulated: so no gather is fused, which is an error, and of the scatters those of the backward pass."""
+    quant = {"_target_": "titanyaml.plugins.quant.Quantize", "recipe": recipe, "emulate": True}
+    sizes = {"dim": 64, "ffn_dim": 64, "num_kv_heads": 4}
+    with compat.fake_process_group(2):
+        built = on_fake_ranks({"quant": quant, "compile": GRAPH}, model=sizes)
+        with pytest.raises(PipelineError, match="no all-gather was fused") as error:
+            verify(built.model, built.resolved, built.ctx)
+    assert error.value.problems[0].hint == "compile.async_tp_ops=[reduce_scatter] or compile.async_tp=false"
+    assert [graph["fused_matmul_reduce_scatter"] for graph in GRAPHS] == [0, 2]
+    assert [graph["all_gather_into_tensor"] for graph in GRAPHS] == [2, 2]
+
+
 def test_a_check_says_what_will_be_done() -> None:
     with compat.fake_process_group(2):
         nodes = {"tp": TP, "async_tp": ASYNC, "compile": {**GRAPH, "backend": "inductor"}}
