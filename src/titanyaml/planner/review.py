@@ -80,7 +80,8 @@ def _unfilled_pipe(made: Plan) -> str | None:
 
 
 def _exposed(made: Plan) -> str | None:
-    advice = {"tp": "compile.async_tp=true, or a smaller parallel.tp",
+    overlapped = bool(made.job.async_tp)
+    advice = {"tp": "a smaller parallel.tp" if overlapped else "compile.async_tp=true, or a smaller parallel.tp",
               "shard": "a larger train.local_batch, or fewer shards with copies (hsdpRxS)",
               "cp": "parallel.cp_method=ring, or a smaller parallel.cp"}
     found = []
