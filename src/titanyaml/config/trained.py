@@ -8,6 +8,11 @@ from typing import Any
 import yaml
 
 
+def typed_key(override: str) -> str:
+    """The key or group that an override names: ``+model@x=y`` -> ``model``."""
+    return override.lstrip("+~").split("=", 1)[0].split("@")[0]
+
+
 def home_of(checkpoint: str) -> Path:
     """The run folder of a checkpoint, which is itself or two above; it may hold no config.yaml."""
     path = Path(checkpoint).expanduser()

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titanyaml.dist import comm, rng
 from titanyaml.dist.env import Env
+from titanyaml.dist.tensor import local
 from titanyaml.errors import TitanError
 
 _CHUNK = 2**22  # elements: the sum is taken over int64 copies of so many
@@ -43,7 +44,7 @@ def refuse_different_replicas(named: Iterable[tuple[str, Tensor]], env: Env) -> 
     """
     if env.world_size == 1:
         return
-    mine = {(name, _part(tensor)): checksum(_shard(tensor)) for name, tensor in named}
+    mine = {(name, _part(tensor)): checksum(local(tensor)) for name, tensor in named}
     ranks = comm.gather_objects(mine, env)
     first = {key: (rank, value) for rank in reversed(range(len(ranks))) for key, value in ranks[rank].items()}
     different = {
@@ -77,7 +78,3 @@ def _part(tensor: Tensor) -> tuple[int, ...]:
         return ()
     coordinates = tensor.device_mesh.get_coordinate() or ()
     return tuple(at for at, p in zip(coordinates, tensor.placements, strict=True) if not p.is_replicate())
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

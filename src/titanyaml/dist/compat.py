@@ -92,8 +92,7 @@ def all_reduce(tensor: Tensor, operation: str, group_name: str) -> Tensor:
 
 def all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
     """Every rank's tensor (contiguous), one after the other along dimension 0; functional."""
-    pending = torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, group_name)
-    return torch.ops._c10d_functional.wait_tensor(pending)
+    return wait(start_all_gather(tensor, size, group_name))
 
 
 def start_all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
@@ -123,8 +122,7 @@ def reduce_scatter(tensor: Tensor, size: int, group_name: str) -> Tensor:
 
 def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
     """The first ``sent[0]`` rows to rank 0, and so on; ``received[r]`` rows from rank r, in the order of ranks."""
-    pending = torch.ops._c10d_functional.all_to_all_single(tensor.contiguous(), received, sent, group_name)
-    return torch.ops._c10d_functional.wait_tensor(pending)
+    return wait(start_exchange(tensor.contiguous(), received, sent, group_name))
 
 
 def grouped_mm(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:

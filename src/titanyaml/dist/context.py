@@ -89,5 +89,4 @@ class _Exchange(torch.autograd.Function):
 def _exchange(x: Tensor, name: str, size: int, to_heads: bool) -> Tensor:
     split, joined = (1, 2) if to_heads else (2, 1)
     parts = torch.stack(x.chunk(size, split))  # the collective works along dimension 0
-    received = compat.wait(compat.start_exchange(parts, [1] * size, [1] * size, name))
-    return torch.cat(received.unbind(), joined)
+    return torch.cat(compat.all_to_all(parts, [1] * size, [1] * size, name).unbind(), joined)

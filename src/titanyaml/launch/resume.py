@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from titanyaml.config import dump
 from titanyaml.config.schema import Config
+from titanyaml.config.trained import typed_key
 from titanyaml.errors import ConfigError, Problem
 from titanyaml.rundir import RunDir
 
@@ -85,7 +86,7 @@ def refuse_what_the_checkpoint_brings(config: Config, overrides: list[str]) -> N
     """
     if config.runner.checkpoint is None:
         return
-    typed = {text.lstrip("+~").split("=", 1)[0].split("@")[0]: text for text in overrides}
+    typed = {typed_key(text): text for text in overrides}
     problems = [
         Problem(key, f"is fixed by the checkpoint {config.runner.checkpoint}", hint=f"leave out {text}")
         for key, text in typed.items() if under(key, BROUGHT)

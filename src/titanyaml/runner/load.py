@@ -10,7 +10,7 @@ import yaml
 
 from titanyaml.config import dump
 from titanyaml.config.schema import Config
-from titanyaml.config.trained import home_of
+from titanyaml.config.trained import home_of, typed_key
 from titanyaml.dist.env import Env
 from titanyaml.errors import CheckpointError
 from titanyaml.rundir import RunDir
@@ -49,7 +49,7 @@ def adopt_trained(config: Config, run: RunDir) -> tuple[Config, Path]:
 def typed_groups(run: RunDir) -> set[str]:
     """Groups and keys that the command line named: ``model=x model.dim=8`` -> {"model", "model.dim"}."""
     overrides = yaml.safe_load((run.path / "overrides.yaml").read_text()).get("overrides", [])
-    keys = {text.lstrip("+~").split("=", 1)[0].split("@")[0] for text in overrides}
+    keys = {typed_key(text) for text in overrides}
     return keys | {key.split(".")[0] for key in keys}
 
 
