@@ -132,7 +132,7 @@ def run_peer(row: Row, checkout: Path) -> dict[str, Any]:
     """The figures of torchtitan's log: median of the measured steps, largest memory."""
     command = [sys.executable, "-m", "torchtitan.train", *COMMON_PEER, *row.peer]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511",
-             "PYTHONPATH": os.pathsep.join([str(checkout), str(HERE)])}
+             "PYTHONPATH": os.pathsep.join([str(checkout), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
     done = _run(command, cwd=checkout, extra=place)
     steps = STEP.findall(done.stdout + done.stderr)
     measured = [float(tps.replace(",", "")) for number, _, _, tps in steps if int(number) > SKIPPED_STEPS]
