@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ from titanyaml import machine
 from titanyaml.runner.bench_report import table
 
 HERE = Path(__file__).resolve().parent
-SKIPPED_STEPS, MEASURED_STEPS = 10, 20
-#: Wait between two sides, so that each meets a device of about the same temperature (seconds).
-COOL_DOWN_S = 20
+#: Starting a side leaves the device idle for 20 s and more, so that each meets it at about the same temperature.
+SKIPPED_STEPS, MEASURED_STEPS = 5, 12
 #: A line of torchtitan's log.
 STEP = re.compile(r"step:\s*(\d+)\s+loss:\s*([\d.]+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)")
 
@@ -109,8 +107,6 @@ def compare(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     """Both sides of a row, and our tokens/s over theirs."""
     found: dict[str, Any] = {"ours": run_ours(row, options.add)}
     if options.torchtitan is not None and row.peer is not None:
-        if machine.gpus():
-            time.sleep(COOL_DOWN_S)
         found["torchtitan"] = run_peer(row, options.torchtitan.resolve())
     rates = [side.get("tps") for side in found.values()]
     found["ratio"] = rates[0] / rates[1] if len(rates) == 2 and all(rates) else None

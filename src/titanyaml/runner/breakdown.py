@@ -50,7 +50,7 @@ def breakdown(trace: profile, *, steps: int, wall_s: float, device: torch.device
     computing = _covered((start, end) for name, _, start, end in spans if classify(name) != "communication")
     sums["exposed_communication"] = busy - computing
     sums["idle"] = max(1e6 * wall_s - busy, 0.0)
-    top = sorted(by_name.items(), key=lambda item: -item[1][0])[:15]
+    top = sorted(by_name.items(), key=lambda item: -item[1][0])[:30]
     return {
         "ms": {kind: us / 1e3 / steps for kind, us in sums.items()},
         "step_ms": 1e3 * wall_s / steps,
