@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanyaml.kernels import adamw, cross_entropy, float8_cast, float8_linear
+from titanyaml.kernels.master import join, split_off
 from titanyaml.loss import IGNORE_INDEX, chunked_cross_entropy
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -173,7 +174,13 @@ def bench_adamw(bench: Bench) -> dict[str, Any]:
             ms = bench.ms(lambda: adamw.adamw_(weight, state[0], grad, *state[1:], clip, factors))
         result[f"fused_ms_block_{block}_warps_{warps}"] = ms
         result[f"fused_tb_s_block_{block}_warps_{warps}"] = round(28 * weight.numel() / ms / 1e9, 3)
-    del twin, twin_weight
+    halves = weight.clone()
+    remainder, twin = split_off(state[0], halves), [tensor.clone() for tensor in state]
+    adamw.adamw_(halves, remainder, grad, *twin[1:], clip, factors)
+    adamw.adamw_(weight, state[0], grad, *state[1:], clip, factors)
+    bench.same("adamw: a split master is the float32 one", join(halves, remainder), state[0])
+    result["split_ms"] = bench.ms(lambda: adamw.adamw_(halves, remainder, grad, *twin[1:], clip, factors))
+    del twin, twin_weight, halves, remainder
     parameter = torch.nn.Parameter(state[0])
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=bench.device.type == "cuda")
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ranks import run_ranks
 from titanyaml.errors import DataError
-from titanyaml.loss import IGNORE_INDEX, CrossEntropy, chunked_cross_entropy
+from titanyaml.loss import IGNORE_INDEX, CrossEntropy, _HeadGradient, chunked_cross_entropy
 
 VOCAB, DIM = 53, 16
 ALONE = ("", 0, 1)  # the operator's arguments for a weight that is whole
@@ -89,6 +89,20 @@ def test_bf16_sums_the_weight_gradient_in_float32() -> None:
     loss.backward()
     assert loss.dtype == torch.float32 and weight.grad.dtype == hidden.grad.dtype == torch.bfloat16
     torch.testing.assert_close(weight.grad[1:].float(), torch.full((VOCAB - 1, DIM), 512 / VOCAB), rtol=4e-3, atol=0)
+
+
+@pytest.mark.parametrize("vocab", [1, 8, VOCAB, 64])
+def test_the_head_gradient_is_rounded_within_half_of_its_sum(monkeypatch, vocab: int) -> None:
+    monkeypatch.setattr(_HeadGradient, "PIECE", 48)  # pieces that end within a row
+    generator = torch.Generator().manual_seed(0)
+    head, wanted = _HeadGradient(torch.empty(vocab, DIM, dtype=torch.bfloat16)), torch.zeros(vocab, DIM)
+    for tokens in (5, 1, 9):
+        grad, hidden = (torch.randn(tokens, n, generator=generator).bfloat16() for n in (vocab, DIM))
+        head.add(grad, hidden)
+        wanted += grad.float().t() @ hidden.float()
+    found = head.rounded()
+    assert found.is_contiguous() and torch.equal(found, wanted.bfloat16())
+    assert found.untyped_storage().nbytes() <= 4 * DIM * (vocab // 2 + 8) and not head.sums
 
 
 class Recorder(TorchDispatchMode):

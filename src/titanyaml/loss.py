@@ -2,7 +2,8 @@
 
 A plain loss holds logits, their float32 copy and its gradient at once: tokens * vocabulary * 10 bytes, 21 GB for
 16,384 tokens of Llama 3. Here a chunk of tokens is projected, turned into losses and *at once* into gradients of the
-hidden states and of the head's weight; then its logits are freed. The backward pass only scales those gradients.
+hidden states and of the head's weight; then its logits are freed. The backward pass only scales those gradients, which
+wait for it in the dtype of their tensors: the float32 sum of the weight's (V * D * 4 bytes) lives in the loss alone.
 
 With the fused kernel (``kernels.cross_entropy``) a chunk's logits stay in the dtype of the hidden states and are
 overwritten by their gradient. A bfloat16 logit is then rounded before the softmax: it is off by at most 2^-9 of itself,
@@ -60,7 +61,8 @@ class CrossEntropy:
 
         Returns:
             0-dim sum, float32, or float64 for float64 inputs; 0 where no label is valid. Gradients come in the dtype
-            of their tensor; that of the weight is summed in float32 (float64) over all chunks and rounded once. With
+            of their tensor; that of the weight is summed in float32 (float64) over all chunks. Both are rounded here,
+            and, unless the gradient of the sum is a power of two, a second time when they are multiplied by it. With
             a sharded weight the sum is the same on all its ranks, and the hidden states' gradient a summand of the
             true one on each.
 
@@ -88,21 +90,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             group_name, rank, size, fused,
         )
         ctx.save_for_backward(*gradients)
-        ctx.dtype = weight_VD.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-        hidden = weight = None
         # out of place: a second backward through a retained graph finds the same gradients
-        if ctx.needs_input_grad[0]:
-            hidden = (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype)
-        if ctx.needs_input_grad[1]:
-            weight = torch.empty_like(grad_weight_VD, dtype=ctx.dtype)
-            torch.mul(grad_weight_VD, grad_loss, out=weight)  # no second float32 copy of [V, D]
-        return hidden, weight, *(None,) * 9
+        scaled = [_scaled(grad, grad_loss) if needed else None for grad, needed in zip(
+            ctx.saved_tensors, ctx.needs_input_grad, strict=False
+        )]
+        return *scaled, *(None,) * 9
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """Times a 0-dim factor in the wider of their dtypes, rounded to grad's."""
+    # with one dimension it takes part in type promotion; with none, a device would round it to grad's dtype first
+    return torch.mul(grad, factor.reshape(1), out=torch.empty_like(grad))
 
 
 def chunked_cross_entropy(
@@ -116,52 +119,61 @@ def chunked_cross_entropy(
         fused: use the Triton kernel: for a weight that is whole, and not in float64.
 
     Returns:
-        The 0-dim sum; its gradient by hidden_ND in hidden_ND's dtype; its gradient by weight_VD in float32 (float64).
-        A gradient that is not needed comes as an empty tensor.
+        The 0-dim sum; its gradients by hidden_ND and by weight_VD, each in their dtype. A gradient that is not needed
+        comes as an empty tensor.
 
     Raises:
         DataError: as ``CrossEntropy``.
     """
-    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     valid_N = labels_N != ignore_index
     if labels_N.device.type == "cpu":
         _check_labels(labels_N.where(valid_N, 0), vocab_size=weight_VD.shape[0] * size)
+    grad_hidden_ND = hidden_ND.new_empty(hidden_ND.shape) if hidden_needs_grad else None
+    head = _HeadGradient(weight_VD) if weight_needs_grad else None
     if fused:
-        return _fused(hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, hidden_needs_grad, weight_needs_grad)
-    labels_N = labels_N.where(valid_N, 0)
-    labels_N, mine_N = own_rows(labels_N, rows=weight_VD.shape[0], rank=rank, size=size)
+        loss = _fused(hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, grad_hidden_ND, head)
+    else:
+        group = TensorGroup(group_name, rank, size)
+        loss = _plain(hidden_ND, weight_VD, labels_N.where(valid_N, 0), valid_N, chunk_tokens, group, grad_hidden_ND,
+                      head)
+    grad_weight_VD = weight_VD.new_empty(0) if head is None else head.rounded()
+    return loss, hidden_ND.new_empty(0) if grad_hidden_ND is None else grad_hidden_ND, grad_weight_VD
+
+
+def _plain(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N: Tensor, chunk_tokens: int, group: TensorGroup,
+    grad_hidden_ND: Tensor | None, head: _HeadGradient | None,
+) -> Tensor:
+    """The sum; gradients go into what there is for them. labels_N: 0 where not valid."""
+    wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+    labels_N, mine_N = own_rows(labels_N, rows=weight_VD.shape[0], rank=group.rank, size=group.size)
     loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
-    grad_hidden_ND, grad_weight_VD = _gradient_buffers(hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad)
     for start in range(0, hidden_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         hidden_CD, labels_C1, valid_C1, mine_C1 = (
             hidden_ND[rows], labels_N[rows, None], valid_N[rows, None], mine_N[rows, None]
         )
-        log_probs_CV = _log_probs(_logits(hidden_CD, weight_VD, dtype=wide), group_name=group_name)
+        log_probs_CV = _log_probs(_logits(hidden_CD, weight_VD, dtype=wide), group_name=group.name)
         label_log_probs_C1 = log_probs_CV.gather(1, labels_C1)
         loss -= label_log_probs_C1.where(valid_C1 & mine_C1, 0).sum()
-        if not (hidden_needs_grad or weight_needs_grad):
+        if grad_hidden_ND is None and head is None:
             continue
         grad_CV = _logit_gradient(log_probs_CV, labels_C1, label_log_probs_C1, mine_C1, dtype=hidden_ND.dtype)
         # ignored tokens are zeroed where rows are D wide, not V
-        if hidden_needs_grad:
+        if grad_hidden_ND is not None:
             torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows]).mul_(valid_C1)
-        if weight_needs_grad:
-            _add_outer(grad_weight_VD, grad_CV, hidden_CD * valid_C1)
-    if group_name:
-        loss = compat.all_reduce(loss, "sum", group_name)  # each label was counted where its row is
-    return loss, grad_hidden_ND, grad_weight_VD
+        if head is not None:
+            head.add(grad_CV, hidden_CD * valid_C1)
+    # each label was counted where its row is
+    return compat.all_reduce(loss, "sum", group.name) if group.name else loss
 
 
 def _fused(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
-    hidden_needs_grad: bool, weight_needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``chunked_cross_entropy`` with one buffer of logits that becomes the buffer of their gradients."""
-    tokens, needs_grad = hidden_ND.shape[0], hidden_needs_grad or weight_needs_grad
-    grad_hidden_ND, grad_weight_VD = _gradient_buffers(
-        hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad and not tokens
-    )
+    grad_hidden_ND: Tensor | None, head: _HeadGradient | None,
+) -> Tensor:
+    """``_plain`` with one buffer of logits that becomes the buffer of their gradients."""
+    tokens, needs_grad = hidden_ND.shape[0], grad_hidden_ND is not None or head is not None
     losses_N = torch.empty(tokens, dtype=torch.float32, device=hidden_ND.device)
     buffer_CV = hidden_ND.new_empty(min(chunk_tokens, tokens), weight_VD.shape[0])
     for start in range(0, tokens, chunk_tokens):
@@ -169,13 +181,55 @@ def _fused(
         hidden_CD = hidden_ND[rows]
         logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV[: hidden_CD.shape[0]])
         losses_N[rows] = cross_entropy_(logits_CV, labels_N[rows], ignore_index=ignore_index, gradient=needs_grad)
-        if hidden_needs_grad:
+        if grad_hidden_ND is not None:
             torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[rows])
-        if weight_needs_grad and start:
-            _add_outer(grad_weight_VD, logits_CV, hidden_CD)
-        elif weight_needs_grad:
-            grad_weight_VD = _outer(logits_CV, hidden_CD)  # there is nothing to add to yet
-    return losses_N.sum(), grad_hidden_ND, grad_weight_VD
+        if head is not None:
+            head.add(logits_CV, hidden_CD)
+    return losses_N.sum()
+
+
+class _HeadGradient:
+    """The sum of grad_CV^T hidden_CD over chunks, in float32 where the weight is narrower, rounded at the end.
+
+    The sum lies in two tensors of half the rows. All of it in two bytes is as large as one of them: each is rounded
+    into the first one's memory, and the second one is freed. So the result never stands beside the whole float32 sum
+    (at Llama 3's 128,256 x 4096: 1.0 beside 2.0 GiB), and does not keep its memory until the backward pass.
+    """
+
+    PIECE = 2**24  # numbers that are rounded at one time, through a copy
+
+    def __init__(self, weight_VD: Tensor) -> None:
+        self.shape, self.dtype, self.device = weight_VD.shape, weight_VD.dtype, weight_VD.device
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        # a multiple of 8 rows: so the second half of a row of bfloat16 logits begins at a multiple of 16 bytes
+        half = self.shape[0] if self.dtype == self.wide else min(self.shape[0], -(-self.shape[0] // 16) * 8)
+        self.halves = (slice(0, half), slice(half, None)) if half < self.shape[0] else (slice(None),)
+        self.sums: list[Tensor] = []
+
+    def add(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        """A chunk more."""
+        if not self.sums:  # there is nothing to add to yet
+            self.sums = [_outer(grad_CV[:, half], hidden_CD, dtype=self.wide) for half in self.halves]
+            return
+        for half, part in zip(self.halves, self.sums, strict=True):
+            _add_outer(part, grad_CV[:, half], hidden_CD)
+
+    def rounded(self) -> Tensor:
+        """[V, D] in the weight's dtype; the sum is forgotten."""
+        sums, self.sums = self.sums, []
+        if not sums:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        if self.dtype == self.wide:
+            return sums[0]
+        assert self.dtype.itemsize * 2 == self.wide.itemsize
+        result = sums[0].view(-1).view(self.dtype)[: self.shape.numel()]
+        end = 0
+        for part in sums:
+            # number i of the first half is written where i / 2 was: never over one that is not yet read
+            for piece in part.view(-1).split(self.PIECE):
+                begin, end = end, end + len(piece)
+                result[begin:end] = piece.to(self.dtype)
+        return result.view(self.shape)
 
 
 def _log_probs(logits_CV: Tensor, *, group_name: str) -> Tensor:
@@ -184,15 +238,6 @@ def _log_probs(logits_CV: Tensor, *, group_name: str) -> Tensor:
         return torch.log_softmax(logits_CV, dim=-1)
     logits_CV -= compat.all_reduce(logits_CV.amax(dim=-1, keepdim=True), "max", group_name)
     return logits_CV.sub_(compat.all_reduce(logits_CV.exp().sum(dim=-1, keepdim=True), "sum", group_name).log_())
-
-
-def _gradient_buffers(
-    hidden_ND: Tensor, weight_VD: Tensor, hidden_needs_grad: bool, weight_needs_grad: bool
-) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(weight_VD.dtype, torch.float32)
-    hidden_shape = hidden_ND.shape if hidden_needs_grad else (0,)
-    weight_shape = weight_VD.shape if weight_needs_grad else (0,)
-    return hidden_ND.new_empty(hidden_shape), weight_VD.new_zeros(weight_shape, dtype=wide)
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -228,11 +273,11 @@ def _add_outer(sum_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
         sum_VD.addmm_(grad_CV.to(sum_VD.dtype).t(), hidden_CD.to(sum_VD.dtype))
 
 
-def _outer(grad_CV: Tensor, hidden_CD: Tensor) -> Tensor:
-    """grad_CV^T hidden_CD in float32."""
-    if grad_CV.is_cuda and grad_CV.dtype != torch.float32:
-        return torch.mm(grad_CV.t(), hidden_CD, out_dtype=torch.float32)
-    return grad_CV.float().t() @ hidden_CD.float()
+def _outer(grad_CV: Tensor, hidden_CD: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """grad_CV^T hidden_CD in ``dtype``."""
+    if grad_CV.is_cuda and grad_CV.dtype != dtype:
+        return torch.mm(grad_CV.t(), hidden_CD, out_dtype=dtype)
+    return grad_CV.to(dtype).t() @ hidden_CD.to(dtype)
 
 
 def _check_labels(labels_N: Tensor, *, vocab_size: int) -> None:
@@ -253,7 +298,8 @@ def _(
     hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden_ND.new_empty((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
-    return loss, *_gradient_buffers(hidden_ND, weight_VD, hidden_needs_grad, weight_needs_grad)
+    gradients = ((hidden_ND, hidden_needs_grad), (weight_VD, weight_needs_grad))
+    return loss, *(tensor.new_empty(tensor.shape if needed else (0,)) for tensor, needed in gradients)
 
 
 @register_flop_formula(torch.ops.titanyaml.chunked_cross_entropy)

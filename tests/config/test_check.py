@@ -110,7 +110,7 @@ def test_values_that_are_taken(inspect, key: str, value, got) -> None:
     ("run.name", 1e3, "a text", "'run.name=\"1000.0\"'"),
     ("run.name", True, "a text", "'run.name=\"true\"'"),
     ("schedule.kind", "cosin", "cosine, linear, wsd, constant", "schedule.kind=cosine"),
-    ("optim", 3, "a section with name, lr, beta1, beta2, eps, weight_decay, implementation, groups", ""),
+    ("optim", 3, "a section with name, lr, beta1, beta2, eps, weight_decay, implementation, master, groups", ""),
     ("optim", None, "a section", ""),
     ("optim.groups", 3, "a list of sections", "optim.groups=[3]"),
     ("user", 3, "a mapping of names to values", ""),

@@ -83,6 +83,8 @@ CASES = {
         ["optim=adamw_8bit", "train.param_dtype=float64", "train.compute_dtype=float64", "train.reduce_dtype=float64"],
         "is adamw_8bit, but train.param_dtype is float64",
     ),
+    "split_masters_have_bfloat16_weights": (["optim.master=split", "parallel=fsdp2"],
+                                            "is split, but with parallel.dp_shard=2 FSDP keeps float32 shards"),
     "own_products_take_plain_weights": (
         ["quant=float8_tensorwise", "quant.product=own", "quant.fsdp_float8_all_gather=true", "parallel=fsdp2"],
         "is own, which casts weights itself"),

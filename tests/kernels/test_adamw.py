@@ -13,6 +13,7 @@ from titanyaml.dist.norm import clip_factor, grad_norm
 from titanyaml.errors import NonFiniteError
 from titanyaml.kernels import adamw
 from titanyaml.kernels.adamw import Factors, adamw_, reference_
+from titanyaml.kernels.master import join, split_off
 from titanyaml.optim import AdamW, build
 from titanyaml.optim.fused import FusedAdamW
 from titanyaml.runner.step import TrainStep
@@ -46,6 +47,28 @@ def test_equals_its_reference(device, gradient: torch.dtype, stored: torch.dtype
         assert torch.equal(weights[0], ours[0].to(stored)), "the stored weight is the master, rounded to nearest"
 
 
+@pytest.mark.parametrize("update", [adamw_, reference_], ids=["kernel", "reference"])
+def test_a_split_master_is_the_float32_one(device, update) -> None:
+    """Bit for bit over several updates, a number that overflows to infinity and one that becomes NaN included."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: torch.randn(7, 45, generator=generator).to(device)  # noqa: E731
+    whole, moments = draw(), [torch.zeros(7, 45, device=device) for _ in range(4)]
+    whole[0, :4] = torch.tensor([3.4e38, float("nan"), -0.0, 1e-40])
+    weight, stored = (torch.empty_like(whole, dtype=torch.bfloat16) for _ in range(2))
+    remainder = split_off(whole, weight)
+    for step, lr in enumerate(LRS, 1):
+        grad, clip = draw().bfloat16(), torch.tensor(0.3, device=device)
+        factors = Factors.at(step, lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+        update(weight, remainder, grad, *moments[:2], clip, factors)
+        update(stored, whole, grad, *moments[2:], clip, factors)
+        joined = join(weight, remainder)
+        assert torch.equal(joined.nan_to_num(7.0).view(torch.int32), whole.nan_to_num(7.0).view(torch.int32))
+        assert all(torch.equal(*pair) for pair in zip(moments[:2], moments[2:], strict=True))
+        ties = whole.view(torch.int32) & 0xFFFF == 0x8000
+        assert torch.equal(weight[~ties].nan_to_num(7.0), stored[~ties].nan_to_num(7.0))
+        assert weight[0, 1].isnan() and joined[0, 1].isnan(), "a NaN is hidden"
+
+
 class Toy(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -57,9 +80,13 @@ class Toy(nn.Module):
         return self.head(self.norm(self.inner(tokens)).tanh()).square().sum()
 
 
-def trained(device: torch.device, dtype: torch.dtype, *, fused: bool, microbatches: int) -> tuple[AdamW, Toy]:
+def trained(
+    device: torch.device, dtype: torch.dtype, *, fused: bool, microbatches: int, split: bool = False
+) -> tuple[AdamW, Toy]:
     model = Toy(dtype).to(device)
     masters = {n: p.detach().float() for n, p in model.named_parameters()} if dtype == torch.bfloat16 else {}
+    if split:
+        masters = {n: split_off(masters[n], p) for n, p in model.named_parameters()}
     optimizer = build(SPEC, dict(model.named_parameters()), masters=masters, device=device, fused=fused,
                       one_backward=microbatches == 1)
     assert isinstance(optimizer, FusedAdamW) is fused
@@ -88,6 +115,16 @@ def test_trains_as_torch_does(device, dtype: torch.dtype, microbatches: int) -> 
         for key, state in ours.state_tensors()[name].items():
             torch.testing.assert_close(state.cpu(), theirs.state_tensors()[name][key].cpu(), rtol=1e-4, atol=1e-6)
         assert torch.equal(mine.get_parameter(name), ours.master(name).to(dtype))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_split_masters_train_alike(device, microbatches: int) -> None:
+    """Gradients come from the stored weights: equal as long as no master is a tie."""
+    whole, _ = trained(device, torch.bfloat16, fused=True, microbatches=microbatches)
+    split, _ = trained(device, torch.bfloat16, fused=True, microbatches=microbatches, split=True)
+    assert split.runs().startswith("fused, split masters")
+    for name, master in whole.weights().items():
+        assert torch.equal(split.master(name), master.cpu()), name
 
 
 def test_a_checkpoint_of_one_is_read_by_the_other(device) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.models.cases import SPECS, relative, tokens
 from tests.ranks import run_ranks
 from titanyaml.errors import TitanError
+from titanyaml.kernels.master import whole
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.decoder import Decoder
@@ -48,6 +49,8 @@ def on_fsdp(rank: int, name: str) -> dict:
     half = decoder.build(SPECS[name]).to(torch.bfloat16)
     shard(half, mesh)
     masters = materialise(half, device=CPU, seed=SEED, param_dtype=torch.float32)
+    bf16 = {n: full(p).clone() for n, p in half.named_parameters()}
+    remainders = materialise(half, device=CPU, seed=SEED, param_dtype=torch.float32, split=True)
     sizes = {n: (m.to_local().untyped_storage().nbytes(), 4 * m.to_local().numel()) for n, m in masters.items()}
     ids = tokens(2, 17)[rank : rank + 1]
     loss = model(ids[:, :-1], labels_BS=ids[:, 1:], loss_fn=CrossEntropy(5))
@@ -55,7 +58,8 @@ def on_fsdp(rank: int, name: str) -> dict:
     return {
         "weights": weights,
         "masters": {n: full(m) for n, m in masters.items()},
-        "bf16": {n: full(p) for n, p in half.named_parameters()},
+        "joined": {n: full(whole(p.detach(), remainders[n])) for n, p in half.named_parameters()},
+        "bf16": bf16,
         "sizes": sizes,
         "loss": loss.detach(),
         # FSDP averages over its two ranks what the loss sums
@@ -88,6 +92,7 @@ def test_weights_are_bit_equal_under_fsdp_and_so_is_the_model(name: str) -> None
         for n, parameter in single.named_parameters():
             assert torch.equal(got["weights"][n], parameter), n
             assert torch.equal(got["masters"][n], masters[n]) and torch.equal(masters[n], parameter), n
+            assert torch.equal(got["joined"][n], parameter), n
             assert relative(got["grads"][n], parameter.grad) < 1e-5, n
         for n, parameter in half.named_parameters():
             assert torch.equal(got["bf16"][n], parameter) and parameter.dtype == torch.bfloat16

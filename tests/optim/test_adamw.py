@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -16,6 +17,7 @@ from titanyaml.config.schema import Optim, ParamGroup
 from titanyaml.dist.norm import clip_factor, grad_norm
 from titanyaml.dist.rng import generator
 from titanyaml.errors import TitanError
+from titanyaml.kernels.master import split_off
 from titanyaml.optim import AdamW, build
 
 LRS = [1e-2, 3e-2, 0.0, 2e-2, 1e-2]
@@ -50,6 +52,12 @@ def masters_of(model: nn.Module) -> dict[str, Tensor]:
         name: p.detach().float() * (1 + 1e-3 * torch.rand(p.shape, generator=generator(2, name)))
         for name, p in model.named_parameters()
     }
+
+
+def split_masters_of(model: nn.Module) -> dict[str, Tensor]:
+    """The same, split."""
+    masters = masters_of(model)
+    return {name: split_off(masters[name], p) for name, p in model.named_parameters()}
 
 
 def reference_of(model: nn.Module, implementation: str) -> torch.optim.AdamW:
@@ -101,7 +109,7 @@ def test_masters_take_the_update_in_float32_and_are_rounded_into_the_model() -> 
         for name, parameter in reference_model.named_parameters():
             parameter.copy_(masters[name])
     optimizer, reference = optimizer_of(model, masters=masters), reference_of(reference_model, "foreach")
-    optimizer.publish()
+    optimizer.load(optimizer.weights())
     for step, lr in enumerate(LRS):
         sums = [torch.zeros_like(p) for p in reference_model.parameters()]
         for micro in range(3):
@@ -127,6 +135,31 @@ def test_masters_take_the_update_in_float32_and_are_rounded_into_the_model() -> 
         assert optimizer.master(name).data_ptr() == masters[name].data_ptr()
 
 
+@pytest.mark.parametrize(("name", "implementation"), [
+    ("adamw", "fused"), ("adamw", "foreach"), ("adamw", "loop"), ("adamw_bf16", "auto"), ("adamw_8bit", "auto"),
+])
+def test_a_split_master_is_the_float32_one(name: str, implementation: str) -> None:
+    """Bit for bit, through updates with equal gradients; the stored weight is its neighbour on ties alone."""
+    models = Toy(torch.bfloat16), Toy(torch.bfloat16)
+    spec = replace(SPEC, name=name, implementation=implementation)
+    split, whole = (optimizer_of(m, spec, of(m)) for m, of in zip(models, (split_masters_of, masters_of), strict=True))
+    assert split.runs() == f"{whole.runs()}, split masters"
+    for step, lr in enumerate(LRS):
+        for model in models:
+            for key, parameter in model.named_parameters():
+                torch.autograd.backward(parameter, torch.randn(parameter.shape, generator=generator(5, key, step)))
+        for optimizer in (split, whole):
+            optimizer.step(lr)
+            optimizer.zero_grad()
+    for key, master in whole.weights().items():
+        joined = split.master(key)
+        assert joined.dtype == torch.float32 and torch.equal(joined, master), key
+        ties = master.view(torch.int32) & 0xFFFF == 0x8000
+        assert torch.equal(models[0].get_parameter(key)[~ties], master.bfloat16()[~ties])
+        for moment, tensor in whole.state_tensors()[key].items():
+            assert torch.equal(split.state_tensors()[key][moment], tensor), (key, moment)
+
+
 def test_sixteen_microbatches_are_one_batch() -> None:
     """Sums in float32 stay within 16 roundings of the exact sum of the microbatches' gradients; bfloat16 does not."""
     model, rows = Toy(torch.bfloat16), [batch(i, dtype=torch.bfloat16) for i in range(16)]
@@ -150,33 +183,34 @@ def test_sixteen_microbatches_are_one_batch() -> None:
         assert (grad - one.grad).abs().max() <= 0.02 * one.grad.abs().max()
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masters", [None, masters_of, split_masters_of], ids=["none", "float32", "split"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_state_loaded_in_place_continues_bit_equal(implementation: str, stored: torch.dtype) -> None:
+def test_loaded_state_continues_bit_equal(implementation: str, masters: Callable[..., dict] | None) -> None:
     spec = replace(SPEC, implementation=implementation)
 
     def begin() -> tuple[Toy, AdamW]:
-        model = Toy(stored)
-        return model, optimizer_of(model, spec, masters_of(model) if stored == torch.bfloat16 else {})
+        model = Toy(torch.bfloat16 if masters else torch.float32)
+        return model, optimizer_of(model, spec, masters and masters(model))
 
     def train(model: Toy, optimizer: AdamW, steps: range) -> None:
         for step in steps:
-            model(batch(step, dtype=stored)).backward()
+            model(batch(step, dtype=model.head.weight.dtype)).backward()
             optimizer.step(LRS[step])
             optimizer.zero_grad()
 
     straight, optimizer = begin()
     train(straight, optimizer, range(2))
-    saved = copy.deepcopy(({n: optimizer.master(n) for n in optimizer.names}, optimizer.state_tensors()))
+    saved = copy.deepcopy((optimizer.weights(), optimizer.state_tensors()))
     train(straight, optimizer, range(2, 5))
 
     resumed, fresh = begin()
     assert set(fresh.state_tensors()) == set(saved[1]) == {name for name, _ in resumed.named_parameters()}
+    weights = fresh.weights()
     for name in fresh.names:
-        fresh.master(name).copy_(saved[0][name])
+        weights[name].copy_(saved[0][name])
         for key, tensor in fresh.state_tensors()[name].items():
             tensor.copy_(saved[1][name][key])
-    fresh.publish()
+    fresh.load(weights)
     train(resumed, fresh, range(2, 5))
     for name in fresh.names:
         assert torch.equal(fresh.master(name), optimizer.master(name)), name
@@ -276,3 +310,36 @@ def test_shards_replicas_and_plain_tensors_train_as_in_one_process(implementatio
         assert set(found) == set(expected)
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=2e-5, atol=2e-6, msg=name)
+
+
+def update_split(rank: int, fused: bool) -> dict[str, Tensor]:
+    """Two updates of split masters, cut unevenly over the ranks, replicated and in rows that one rank has alone."""
+    mesh = init_device_mesh("cpu", (2,)) if torch.distributed.is_initialized() else None
+    place = lambda tensor, at: distribute_tensor(tensor, mesh, [at]) if mesh else tensor  # noqa: E731
+    params, masters = {}, {}
+    for name, rows, at in (("cut", 5, Shard(0)), ("alike", 3, Replicate()), ("one", 1, Shard(0))):
+        value = place(torch.randn((rows, 4), generator=generator(6, name)), at)
+        params[name] = nn.Parameter(value.bfloat16())
+        masters[name] = split_off(value, params[name])
+    optimizer = build(SPEC, params, masters=masters, device="cpu", fused=fused)
+    for step in range(2):
+        for name, parameter in params.items():
+            grad = torch.randn(parameter.shape, generator=generator(7, name, step)).bfloat16()
+            torch.autograd.backward(parameter, place(grad, parameter.placements[0]) if mesh else grad)
+        optimizer.step(1e-2)
+        optimizer.zero_grad()
+    weights = optimizer.weights()
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    optimizer.load({name: tensor.mul_(2) for name, tensor in weights.items()})
+    doubled = optimizer.weights()
+    full = lambda t: t.full_tensor() if isinstance(t, DTensor) else t  # noqa: E731
+    assert all(torch.equal(full(doubled[name]), 2 * full(tensor)) for name, tensor in before.items())
+    return {name: full(tensor) for name, tensor in before.items()}
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.skipif(
+    not find_spec("triton"), reason="triton cannot be imported"))])
+def test_split_masters_of_shards(fused: bool) -> None:
+    expected = update_split(0, fused)
+    for found in run_ranks(update_split, 2, fused):
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -82,6 +82,8 @@ def test_one_gpu_peaks_where_backward_ends(job) -> None:
     """8B in bf16 with fp32 masters: 16 bytes a parameter."""
     made = memory.plan_memory(job("h200", mesh=Mesh(), local_batch=1, ac="full"))
     assert made.total == pytest.approx(16 * 8_030_261_248 + 1.76 * memory.GIB)
+    split = memory.plan_memory(job("h200", mesh=Mesh(), local_batch=1, ac="full", master_bytes=2))
+    assert made.total - split.total == pytest.approx(2 * 8_030_261_248)
 
 
 def test_what_does_not_fit_says_what_would(job) -> None:

@@ -1,4 +1,4 @@
-"""Rules of float8 training and of moments in few bits."""
+"""Rules of float8 training, and of weights and moments in few bits."""
 
 from __future__ import annotations
 
@@ -118,3 +118,26 @@ def narrow_moments_belong_to_float32(c: Any) -> Problem | None:
     return Problem("optim.name", f"is {c.optim.name}, but train.param_dtype is {c.train.param_dtype}",
                    allowed="adamw; the others with train.param_dtype=float32",
                    hint="optim=adamw or train.param_dtype=float32 train.compute_dtype=auto train.reduce_dtype=float32")
+
+
+@rule("optim.master", "parallel", "launch", "train.compute_dtype", "runner.name")
+def split_masters_have_bfloat16_weights(c: Any) -> Problem | None:
+    """What a check cannot know of another machine's device is asked when the model is built."""
+    if c.optim.master != "split":
+        return None
+    degrees = {axis: degree(c, axis) for axis in ("dp_replicate", "dp_shard", "cp")}
+    if None in degrees.values():
+        return None  # another rule speaks
+    allowed = "float32; split where one data rank computes in bfloat16, and so stores its weights"
+    if math.prod(degrees.values()) > 1:
+        shown = ", ".join(f"parallel.{axis}={size}" for axis, size in degrees.items() if size > 1)
+        return Problem("optim.master", f"is split, but with {shown} FSDP keeps float32 shards: there is no bfloat16 "
+                       "weight to split from", allowed=allowed, hint="optim.master=float32")
+    dtype = c.train.compute_dtype
+    if dtype == "auto" and not machine.gpus() and c.runner.name not in ("plan", "check"):
+        dtype = "auto, which is float32 without a GPU"
+    if dtype in ("auto", "bfloat16"):
+        return None
+    wide = " train.param_dtype=float32 train.reduce_dtype=float32" if dtype == "float64" else ""
+    return Problem("optim.master", f"is split, but train.compute_dtype is {dtype}: no weight is stored in bfloat16",
+                   allowed=allowed, hint=f"optim.master=float32 or train.compute_dtype=bfloat16{wide}")

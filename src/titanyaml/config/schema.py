@@ -62,6 +62,10 @@ class Optim:
         "auto", "auto: fused on GPU, foreach on CPU", choices=["auto", "fused", "foreach", "loop"],
         when=("name", ["adamw"]),
     )
+    master: str = key(
+        "float32", "float32 value of a weight that is stored in bfloat16: float32 beside it, or split between it and a "
+        "16-bit remainder (same value, 2 bytes less)", choices=["float32", "split"],
+    )
     groups: list[ParamGroup] = key([], "per-name settings, first match wins")
 
 

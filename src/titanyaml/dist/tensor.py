@@ -43,6 +43,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def placed_as(shard: Tensor, other: Tensor) -> Tensor:
+    """``shard``, of the shape of ``other``'s shard on this rank, as a tensor that is placed as ``other`` is."""
+    if not isinstance(other, DTensor):
+        return shard
+    mesh, placements, stride = other.device_mesh, other.placements, other.stride()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=other.shape, stride=stride)
+
+
 def gather_sequence(x_BSD: Tensor, group: TensorGroup) -> Tensor:
     """Parts [B, S/size, D] to equal wholes [B, S, D]. The gradients of the wholes are summands."""
     return _GatherSequence.apply(x_BSD, group.name, group.size)

@@ -2,7 +2,8 @@
 
 28 bytes a weight where weight and gradient are bfloat16: 24 to read and write three float32 tensors, 2 to read the
 gradient, 2 to write the stored weight. Clipping, a cast of the gradient and the publication of the master would each be
-one more pass.
+one more pass. A split master (``kernels.master``) has no float32 tensor: it is joined, updated and split in registers,
+26 bytes a weight.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from titanyaml.kernels.jit import jit, tl
+from titanyaml.kernels.master import QUIET_NAN, is_split, join, split_
 
 BLOCK, WARPS = 2048, 8
 
@@ -46,17 +48,21 @@ def adamw_(
 
     Args:
         weight: the stored weight, overwritten by the rounded master; None where the master is what is stored.
-        master, exp_avg, exp_avg_sq: float32. grad: any float dtype. All contiguous and of one size.
+        master, exp_avg, exp_avg_sq: float32; or the master is the int16 remainder of a bfloat16 weight. grad: any
+            float dtype. All contiguous and of one size.
         clip: 0-dim float32 factor on the gradient, read on the device.
     """
     tensors = [t for t in (weight, master, grad, exp_avg, exp_avg_sq) if t is not None]
     assert all(t.is_contiguous() and t.numel() == master.numel() for t in tensors)
-    assert master.dtype == exp_avg.dtype == exp_avg_sq.dtype == clip.dtype == torch.float32
+    assert exp_avg.dtype == exp_avg_sq.dtype == clip.dtype == torch.float32
+    split = is_split(master)
+    assert weight is not None and weight.dtype == torch.bfloat16 if split else master.dtype == torch.float32
     if n := master.numel():
         adamw_kernel[(-(-n // BLOCK),)](
             master if weight is None else weight, master, grad, exp_avg, exp_avg_sq, clip, n,
             factors.beta1, 1 - factors.beta1, factors.beta2, 1 - factors.beta2, factors.eps, factors.decay,
-            factors.step_size, factors.root_scale, STORED=weight is not None, BLOCK=BLOCK, num_warps=WARPS,
+            factors.step_size, factors.root_scale, STORED=weight is not None, SPLIT=split, QUIET_NAN=QUIET_NAN,
+            BLOCK=BLOCK, num_warps=WARPS,
         )
 
 
@@ -69,25 +75,41 @@ def reference_(
     exp_avg.mul_(factors.beta1).add_(grad, alpha=1 - factors.beta1)
     exp_avg_sq.mul_(factors.beta2).addcmul_(grad, grad, value=1 - factors.beta2)
     denominator = exp_avg_sq.sqrt() * factors.root_scale + factors.eps
-    master.mul_(factors.decay).addcdiv_(exp_avg, denominator, value=-factors.step_size)
-    if weight is not None:
-        weight.copy_(master)
+    value = join(weight, master) if is_split(master) else master
+    value.mul_(factors.decay).addcdiv_(exp_avg, denominator, value=-factors.step_size)
+    if is_split(master):
+        split_(value, weight, master)
+    elif weight is not None:
+        weight.copy_(value)
 
 
 @jit
 def adamw_kernel(
     weight_ptr, master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, clip_ptr, n,
-    beta1, rest1, beta2, rest2, eps, decay, step_size, root_scale, STORED: tl.constexpr, BLOCK: tl.constexpr,
+    beta1, rest1, beta2, rest2, eps, decay, step_size, root_scale,
+    STORED: tl.constexpr, SPLIT: tl.constexpr, QUIET_NAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < n
     grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * tl.load(clip_ptr)
     exp_avg = beta1 * tl.load(exp_avg_ptr + place, mask=inside, other=0.0) + rest1 * grad
     exp_avg_sq = beta2 * tl.load(exp_avg_sq_ptr + place, mask=inside, other=0.0) + rest2 * grad * grad
-    master = tl.load(master_ptr + place, mask=inside, other=0.0) * decay
+    if SPLIT:
+        high = tl.load(weight_ptr + place, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+        low = tl.load(master_ptr + place, mask=inside, other=0).to(tl.int32)
+        master = ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        master = tl.load(master_ptr + place, mask=inside, other=0.0)
+    master = master * decay
     master -= step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_scale + eps)
     tl.store(exp_avg_ptr + place, exp_avg, mask=inside)
     tl.store(exp_avg_sq_ptr + place, exp_avg_sq, mask=inside)
-    tl.store(master_ptr + place, master, mask=inside)
-    if STORED:
+    if SPLIT:
+        bits = tl.where(master == master, master.to(tl.int32, bitcast=True), QUIET_NAN)
+        high = (bits + 0x8000) >> 16
+        tl.store(weight_ptr + place, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(master_ptr + place, (bits - (high << 16)).to(tl.int16), mask=inside)
+    else:
+        tl.store(master_ptr + place, master, mask=inside)
+    if STORED and not SPLIT:
         tl.store(weight_ptr + place, master.to(weight_ptr.dtype.element_ty), mask=inside)

@@ -17,13 +17,16 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from titanyaml.config.schema import Model
 from titanyaml.dist import rng
+from titanyaml.dist.tensor import placed_as
 from titanyaml.errors import TitanError
+from titanyaml.kernels.master import split_off
 from titanyaml.models.layers import at_least_float32
 
 
 @torch.no_grad()
 def materialise(
-    model: nn.Module, *, device: torch.device, seed: int, param_dtype: torch.dtype, storage: torch.device | None = None
+    model: nn.Module, *, device: torch.device, seed: int, param_dtype: torch.dtype, storage: torch.device | None = None,
+    split: bool = False,
 ) -> dict[str, Tensor]:
     """Allocate ``model`` on ``device`` and initialise it. At most one whole tensor exists besides the model.
 
@@ -34,10 +37,11 @@ def materialise(
     Args:
         model: a decoder on meta, transformed or not; parameters may be DTensors. seed: ``run.seed``.
         param_dtype: dtype of master weights. storage: where parameters live, if not on ``device``: they are drawn on
-            ``device`` all the same, so that they are the same.
+            ``device`` all the same, so that they are the same. split: masters of bfloat16 parameters are split.
 
     Returns:
-        Masters by name: the value in ``param_dtype``, placed as the parameter, of each parameter stored narrower.
+        Masters by name, placed as the parameter, of each parameter stored narrower than ``param_dtype``: the value in
+        that dtype, or the remainder of a split one (``kernels.master``).
 
     Raises:
         TitanError: a parameter or buffer was filled by nobody.
@@ -59,7 +63,7 @@ def materialise(
         value = value.to(param_dtype, copy=isinstance(value, DTensor))
         parameter.copy_(value)
         if torch.promote_types(parameter.dtype, param_dtype) != parameter.dtype:
-            masters[name] = value
+            masters[name] = split_off(value, parameter) if split else value
     _refuse_nan(model)
     return masters
 
@@ -111,9 +115,7 @@ def _stacked_value(name: str, parameter: Tensor, *, std: float, device: torch.de
         matrix.normal_(0.0, std, generator=rng.generator(seed, "init", name, index, device=device))
     if mesh is None:
         return value
-    local = distribute_tensor(value, mesh, rest, src_data_rank=None).to_local()
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return placed_as(distribute_tensor(value, mesh, rest, src_data_rank=None).to_local(), parameter)
 
 
 def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,8 @@ def build(
     Args:
         named_params: trainable parameters by name; one that comes under several names (tied) counts once, under the
             first.
-        masters: full-precision copies by parameter name, of every parameter that is narrower than float32.
+        masters: by parameter name, of every parameter that is narrower than float32: full-precision copies, or what
+            is left of split ones (``kernels.master``).
         device: where the parameters are.
         elsewhere: parameters that only other ranks hold, on meta: a pattern may match those alone.
         fused: use our own kernel where it can be used and ``spec.implementation`` is auto.

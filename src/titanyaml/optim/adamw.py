@@ -5,12 +5,14 @@ tensors ever meets in one multi-tensor call. The state is kept as DTensors like 
 
 Where a parameter is stored in bfloat16, its *master* (a float32 copy) is what is optimized; each microbatch's gradient
 is added to a float32 sum as soon as autograd has it, and the bfloat16 one is freed. A bfloat16 sum of 16 microbatches
-was off by up to 0.8 % in a small model, and a bfloat16 weight drops every update smaller than 1/512 of it.
+was off by up to 0.8 % in a small model, and a bfloat16 weight drops every update smaller than 1/512 of it. A split
+master (``kernels.master``) is the same number in less memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +25,7 @@ from titanyaml import float8
 from titanyaml.config import schema
 from titanyaml.dist import compat
 from titanyaml.errors import TitanError
+from titanyaml.kernels import master as masters_of
 from titanyaml.optim.groups import Group, make_groups
 
 
@@ -51,11 +54,15 @@ class Optimizer(Protocol):
         ...
 
     def master(self, name: str) -> Tensor:
-        """The full-precision weight, sharing memory with what is optimized."""
+        """The full-precision weight, to be read: what is optimized, or a copy where that is split."""
         ...
 
-    def publish(self) -> None:
-        """Round the masters into the model's parameters; due after masters were loaded from a checkpoint."""
+    def weights(self) -> dict[str, Tensor]:
+        """All of them by name: what a checkpoint saves, and fills in place."""
+        ...
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over what ``weights`` gave, after a checkpoint was read into it, and round it into the model."""
         ...
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -65,18 +72,39 @@ class Optimizer(Protocol):
 
 @dataclass(eq=False)
 class Slot:
-    """One parameter. ``weight`` is what is optimized: the master where there is one, else the parameter."""
+    """One parameter, and its master where it has one: in float32, or split."""
 
     name: str
     parameter: nn.Parameter
-    weight: Tensor
+    master: Tensor | None
     moments: dict[str, Tensor]
     step: Tensor
     grad_sum: Tensor | None = None
 
     @property
-    def has_master(self) -> bool:
-        return self.weight is not self.parameter
+    def is_split(self) -> bool:
+        return masters_of.is_split(self.master)
+
+    @property
+    def weight(self) -> Tensor:
+        """What is optimized, or, of a split master, what lies as that would."""
+        return self.parameter if self.master is None else self.master
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the update."""
+        return torch.float32 if self.is_split else self.weight.dtype
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        """The shard on this rank in full precision, for an update in place."""
+        if not self.is_split:
+            yield local(self.weight)
+            return
+        weight, remainder = local(self.parameter), local(self.master)
+        value = masters_of.join(weight, remainder)
+        yield value
+        masters_of.split_(value, weight, remainder)
 
     @property
     def grad(self) -> Tensor | None:
@@ -86,7 +114,7 @@ class Slot:
     def accumulate(self, parameter: nn.Parameter) -> None:
         """Hook of autograd: add the fresh gradient to the sum and free it."""
         if self.grad_sum is None:
-            self.grad_sum = parameter.grad.to(self.weight.dtype)
+            self.grad_sum = parameter.grad.to(self.dtype)
         else:
             self.grad_sum.add_(parameter.grad)
         parameter.grad = None
@@ -119,12 +147,14 @@ class AdamW:
         """State of one parameter, there before the first step so that a checkpoint can be loaded into it."""
         assert parameter.requires_grad, f"{name} is frozen"
         assert master is not None or parameter.dtype.itemsize >= 4, f"{name} is {parameter.dtype} and has no master"
-        weight = parameter if master is None else master.detach()
+        weight = (parameter if master is None else master).detach()
+        dtype = torch.float32 if masters_of.is_split(master) else weight.dtype
         # fused kernels count on the device, the others on the host, where reading the count waits for nothing
-        place = local(weight.detach()).device if self.implementation == "fused" else "cpu"
-        moments = self._moments(float8.plain(weight.detach()))
-        slot = Slot(name, parameter, weight, moments, torch.zeros((), dtype=torch.float32, device=place))
-        if slot.has_master and self.accumulates:
+        place = local(weight).device if self.implementation == "fused" else "cpu"
+        moments = self._moments(float8.plain(weight).to(dtype))
+        step = torch.zeros((), dtype=torch.float32, device=place)
+        slot = Slot(name, parameter, None if master is None else weight, moments, step)
+        if master is not None and self.accumulates:
             parameter.register_post_accumulate_grad_hook(slot.accumulate)
         return slot
 
@@ -149,8 +179,8 @@ class AdamW:
     @staticmethod
     def _replace(slot: Slot) -> None:
         """Move a gradient to where its weight is: autograd may leave it as a pending sum."""
-        placed = slot.grad.to(slot.weight.dtype).redistribute(placements=slot.weight.placements)
-        if slot.has_master:
+        placed = slot.grad.to(slot.dtype).redistribute(placements=slot.weight.placements)
+        if slot.master is not None:
             slot.grad_sum, slot.parameter.grad = placed, None
         else:
             slot.parameter.grad = placed
@@ -163,17 +193,22 @@ class AdamW:
             compat.foreach_mul_([local(grad) for grad in grads], clip)
         for group in self.groups:
             self._update([self._slots[name] for name in group.names], lr * group.lr_scale, group.weight_decay)
-        self.publish()
+        self._publish()
 
     def _update(self, slots: list[Slot], lr: float, weight_decay: float) -> None:
         for slot in slots:
             if local(slot.weight).numel() == 0:
                 slot.step += 1  # an empty shard: nothing to update, but all ranks save the same count
         slots = [slot for slot in slots if local(slot.weight).numel()]
-        if not slots:
-            return
+        # a split master is whole during its own update alone
+        together = [[slot for slot in slots if not slot.is_split], *([slot] for slot in slots if slot.is_split)]
+        for some in filter(None, together):
+            with ExitStack() as opened:
+                self._update_together(some, [opened.enter_context(slot.opened()) for slot in some], lr, weight_decay)
+
+    def _update_together(self, slots: list[Slot], weights: list[Tensor], lr: float, weight_decay: float) -> None:
         adamw(
-            [local(slot.weight) for slot in slots],
+            weights,
             [local(slot.grad) for slot in slots],
             [local(slot.moments["exp_avg"]) for slot in slots],
             [local(slot.moments["exp_avg_sq"]) for slot in slots],
@@ -186,7 +221,10 @@ class AdamW:
 
     def runs(self) -> str:
         """See ``Optimizer``."""
-        return f"torch, {self.implementation}"
+        return f"torch, {self.implementation}{self._splits()}"
+
+    def _splits(self) -> str:
+        return ", split masters" if any(slot.is_split for slot in self._slots.values()) else ""
 
     def zero_grad(self) -> None:
         """Forget the gradients and free their memory."""
@@ -194,13 +232,23 @@ class AdamW:
             slot.parameter.grad = slot.grad_sum = None
 
     def master(self, name: str) -> Tensor:
-        """The full-precision weight of a parameter, sharing memory with what is optimized."""
-        return float8.plain(self._slots[name].weight.detach())
+        """See ``Optimizer``; a copy of a plain tensor is in host memory."""
+        slot = self._slots[name]
+        return float8.plain(masters_of.whole(slot.parameter.detach(), slot.master))
+
+    def weights(self) -> dict[str, Tensor]:
+        """See ``Optimizer``."""
+        return {name: self.master(name) for name in self.names}
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """See ``Optimizer``."""
+        for name, slot in self._slots.items():
+            masters_of.store(weights[name], slot.parameter, slot.master)
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters (to nearest) into the parameters of the model."""
-        slots = [slot for slot in self._slots.values() if slot.has_master]
+    def _publish(self) -> None:
+        """Round the float32 masters (to nearest) into the parameters of the model."""
+        slots = [slot for slot in self._slots.values() if slot.master is not None and not slot.is_split]
         if slots:
             compat.foreach_copy_([local(s.parameter) for s in slots], [local(s.weight) for s in slots])
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from titanyaml.config import schema
 from titanyaml.kernels.adamw import Factors, adamw_
+from titanyaml.kernels.master import is_split
 from titanyaml.optim.adamw import AdamW, Slot, local
 
 
@@ -19,7 +20,7 @@ class FusedAdamW(AdamW):
     would hold the same numbers. With several, their sum is float32 as everywhere.
 
     Args:
-        masters: float32. one_backward: a step has a single backward pass. elsewhere: see ``build``.
+        masters: float32, or split. one_backward: a step has a single backward pass. elsewhere: see ``build``.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class FusedAdamW(AdamW):
 
     def runs(self) -> str:
         """See ``Optimizer``."""
-        return "fused" + ("" if self.accumulates else ", gradients read as autograd leaves them")
+        return "fused" + self._splits() + ("" if self.accumulates else ", gradients read as autograd leaves them")
 
     @torch.no_grad()
     def step(self, lr: float, *, clip: Tensor | None = None) -> None:
@@ -55,14 +56,15 @@ class FusedAdamW(AdamW):
         )
         state = self._state[name]
         adamw_(
-            local(slot.parameter) if slot.has_master else None, local(slot.weight), grad.contiguous(),
+            None if slot.master is None else local(slot.parameter), local(slot.weight), grad.contiguous(),
             local(state["exp_avg"]), local(state["exp_avg_sq"]), clip, factors,
         )
 
 
 def fits(named_params: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor]) -> bool:
-    """Whether the kernel can update these: float32 masters or parameters, and contiguous shards."""
+    """Whether the kernel can update these: float32 or split masters, or float32 parameters; and contiguous shards."""
     with torch.no_grad():
         weights = [local(masters.get(name, parameter.detach())) for name, parameter in named_params.items()]
     stored = [local(parameter.detach()) for parameter in named_params.values()]
-    return all(w.dtype == torch.float32 for w in weights) and all(t.is_contiguous() for t in [*weights, *stored])
+    known = all(weight.dtype == torch.float32 or is_split(weight) for weight in weights)
+    return known and all(tensor.is_contiguous() for tensor in [*weights, *stored])

@@ -65,10 +65,11 @@ class LowBitAdamW(AdamW):
         for slot in filter(_is_narrow, slots):
             slot.step += 1
             if local(slot.weight).numel():
-                self._update_one(slot, lr, weight_decay)
+                with slot.opened() as weight:
+                    self._update_one(slot, weight, lr, weight_decay)
 
-    def _update_one(self, slot: Slot, lr: float, weight_decay: float) -> None:
-        weight, step = local(slot.weight), int(slot.step)
+    def _update_one(self, slot: Slot, weight: Tensor, lr: float, weight_decay: float) -> None:
+        step = int(slot.step)
         numbers = [
             self.beta1, self.beta2, self.eps, 1 - lr * weight_decay, lr / (1 - self.beta1**step),
             math.sqrt(1 - self.beta2**step),

@@ -18,6 +18,8 @@ from titanyaml.planner.inputs import FUSED, TITANYAML, Job, Mesh, Shape
 
 #: Bytes of an optimizer's moments for a parameter.
 MOMENTS = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.1}
+#: Bytes that make a stored bf16 parameter a float32 one.
+MASTERS = {"float32": 4, "split": 2}
 _WIDTH = {"auto": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -64,7 +66,8 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
         chunk_tokens=config.loss.chunk_tokens or (4096 if software.loss == "fused" else 1024),
         sequence_parallel=parallel.tp_sequence_parallel,
         cp_method=parallel.cp_method, reshard=parallel.fsdp_reshard_after_forward,
-        moment_bytes=MOMENTS[config.optim.name], compute_bytes=_WIDTH[train.compute_dtype],
+        moment_bytes=MOMENTS[config.optim.name], master_bytes=MASTERS[config.optim.master],
+        compute_bytes=_WIDTH[train.compute_dtype],
     )
 
 

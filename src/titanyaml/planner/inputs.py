@@ -255,7 +255,8 @@ class Job:
         chunk_tokens: of a chunked loss. sequence_parallel: tp ranks hold slices of the sequence. ring: cp passes keys
             around; else gathers them. ulysses: trades sequence for heads.
         reshard: FSDP frees a block after its forward: auto (all but the last), always, never.
-        moment_bytes: of the optimizer's state for a parameter.
+        moment_bytes: of the optimizer's state for a parameter. master_bytes: of what makes a bf16 parameter a float32
+            one, where that is stored beside it.
     """
 
     shape: Shape
@@ -284,6 +285,7 @@ class Job:
     cp_method: str = "allgather"
     reshard: str = "auto"
     moment_bytes: float = 8.0
+    master_bytes: int = 4
     compute_bytes: int = 2
 
     @property

@@ -134,7 +134,7 @@ def _one_rank(job: Job, parts: dict[str, float], params: float) -> dict[str, flo
     if masters:
         summed = 4 if job.accumulation > 1 else 0
         for moment in (early, late):
-            moment |= {"parameters": 2 * params, "optimizer": (4 + job.moment_bytes) * params}
+            moment |= {"parameters": 2 * params, "optimizer": (job.master_bytes + job.moment_bytes) * params}
         late["gradients"] = (2 + summed) * params
         early["gradients"] = summed * params
     else:  # bf16 copies of embedding and head, and their gradients, live through the step

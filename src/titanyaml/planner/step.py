@@ -173,7 +173,8 @@ def _reduce(streams: _Streams, name: str, params: float) -> None:
 def _optimizer(job: Job, params: float) -> float:
     """Seconds of the update of this rank's shard, and of casts that one data rank has."""
     alone = job.mesh.shards * job.mesh.dp_replicate == 1
-    moved = job.software.optimizer_bytes + 2 * (job.moment_bytes - 8)
+    # the kernel reads 4 bytes of either master; with the weight it writes 4 where that is split, else 6
+    moved = job.software.optimizer_bytes + 2 * (job.moment_bytes - 8) + (job.master_bytes - 4)
     seconds = params / job.mesh.shards * moved / bandwidth(job)
     if alone and job.software.weights == "autocast":
         seconds += 12 * params / bandwidth(job) * job.accumulation

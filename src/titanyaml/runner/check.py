@@ -47,7 +47,7 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
         f"{config.model.name}: {facts.num_params:,} parameters{active}, "
         f"{facts.flops_per_token(seq_len) / 1e9:,.2f} GFLOP per token at {seq_len} tokens; "
         f"{tokens:,} tokens a step, accumulation {ctx.accumulation}; compute "
-        f"{dtype_name(ctx.compute_dtype)} on {env.device.type}",
+        f"{dtype_name(ctx.compute_dtype)} on {env.device.type}, masters {setup.master_format(config)}",
         highlight=False,
     )
     return {"world_size": world_size}

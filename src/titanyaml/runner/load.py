@@ -57,5 +57,5 @@ def load_weights(built: Built, path: Path, *, config: Config, run: RunDir, env: 
     """Fill the built model from the checkpoint; the checkpoint's meta data."""
     weights = built.weights()
     meta = setup.checkpointer(config, run, env).load(path, {"model": weights}, only=("model",))
-    built.publish()
+    built.load(weights)
     return meta

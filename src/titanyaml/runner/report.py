@@ -18,6 +18,7 @@ from titanyaml.dist.env import Env
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import Change, dtype_name
 from titanyaml.rundir import RunDir, atomic_write
+from titanyaml.runner import setup
 
 if TYPE_CHECKING:
     from titanyaml.runner.setup import Built
@@ -41,7 +42,7 @@ def start(
     log.info("run %s", run.path)
     log.info(
         "model %s: %s parameters; %s; %d rank%s on %s", config.model.name, f"{ctx.facts.num_params:,}",
-        f"compute {dtype_name(ctx.compute_dtype)} ({why}), master {dtype_name(ctx.param_dtype)}, "
+        f"compute {dtype_name(ctx.compute_dtype)} ({why}), master {setup.master_format(config)}, "
         f"reduce {dtype_name(ctx.reduce_dtype)}",
         env.world_size, "" if env.world_size == 1 else "s", env.device.type,
     )

@@ -25,8 +25,9 @@ from titanyaml.data.packing import TokenData
 from titanyaml.dist import comm
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
-from titanyaml.errors import DataError
+from titanyaml.errors import ConfigError, DataError
 from titanyaml.kernels.choice import Choice, choose
+from titanyaml.kernels.master import is_split, store, whole
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.init import materialise
@@ -50,7 +51,7 @@ class Built:
 
     Args:
         model: the transformed model, materialised on the device.
-        masters: full-precision copies of parameters that are stored narrower, by name (``models.init.materialise``).
+        masters: of parameters that are stored narrower, by name (``models.init.materialise``).
         context: what the plugins were told. resolved: the ordered plugins. changes: what each of them did.
     """
 
@@ -62,15 +63,14 @@ class Built:
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter under its name, in full precision, and the biases of routers: what a checkpoint holds."""
-        masters = {n: float8.plain(self.masters.get(n, p.detach())) for n, p in self.model.named_parameters()}
-        return masters | expert_biases(self.model)
+        named = self.model.named_parameters()
+        weights = {n: float8.plain(whole(p.detach(), self.masters.get(n))) for n, p in named}
+        return weights | expert_biases(self.model)
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into the stored parameters, after the masters were loaded."""
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Take over what ``weights`` gave, after a checkpoint was read into it, and round it into the model."""
         for name, parameter in self.model.named_parameters():
-            if name in self.masters:
-                parameter.copy_(self.masters[name])
+            store(weights[name], parameter, self.masters.get(name))
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -79,6 +79,11 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, name)
+
+
+def master_format(config: Config) -> str:
+    """What is optimized, in words."""
+    return f"{config.train.param_dtype}{' split into bfloat16 and 16 bits' if config.optim.master == 'split' else ''}"
 
 
 def storage(config: Config, env: Env) -> torch.device:
@@ -118,14 +123,22 @@ def transform(
 
 
 def build_model(config: Config, env: Env) -> Built:
-    """Model on meta, pipeline, materialised weights: the whole of what "planned is what is trained" means."""
+    """Model on meta, pipeline, materialised weights: the whole of what "planned is what is trained" means.
+
+    Raises:
+        ConfigError: masters are to be split, and there are none.
+    """
     dims = ParallelDims.resolve(config.parallel, env.world_size)
     mesh = dims.build(env.device.type) if env.world_size > 1 else None
     model, ctx, resolved, changes = transform(config, env, dims, mesh=mesh)
+    split = config.optim.master == "split"
     masters = materialise(
-        model, device=env.device, seed=config.run.seed, param_dtype=ctx.param_dtype,
-        storage=storage(config, env),
+        model, device=env.device, seed=config.run.seed, param_dtype=ctx.param_dtype, storage=storage(config, env),
+        split=split,
     )
+    if split and not any(map(is_split, masters.values())):
+        raise ConfigError("is split, but no parameter is stored in bfloat16: there is nothing to split",
+                          key="optim.master", hint="optim.master=float32")
     return Built(model, masters, ctx, resolved, changes)
 
 

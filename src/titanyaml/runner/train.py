@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -176,8 +177,11 @@ class Trainer:
             self.trackers.log(record)
 
     def _state(self) -> dict[str, Any]:
-        weights = {name: self.optimizer.master(name).detach() for name in self.optimizer.names}
-        return {"model": weights | expert_biases(self.built.model), "optim": self.optimizer.state_tensors()}
+        """What a checkpoint holds. Split masters are copies in it: ``optimizer.load`` takes them back."""
+        return {
+            "model": self.optimizer.weights() | expert_biases(self.built.model),
+            "optim": self.optimizer.state_tensors(),
+        }
 
     def _save(self) -> None:
         """Commit a checkpoint of this step, unless it is there already or saving is off."""
@@ -196,8 +200,9 @@ class Trainer:
         path = setup.resume_path(self.config, self.checkpointer)
         step, data_state = 0, None
         if path is not None:
-            meta = self.checkpointer.load(path, self._state())
-            self.optimizer.publish()
+            state = self._state()
+            meta = self.checkpointer.load(path, state)
+            self.optimizer.load(state["model"])
             step, data_state = meta["step"], meta["data"]
         if self.env.is_main:
             self.run.truncate_metrics(step)
@@ -205,11 +210,13 @@ class Trainer:
 
     def _check_ranks(self) -> None:
         """Copies of weights, buffers and moments are equal; random streams follow the data."""
-        tensors = {name: self.optimizer.master(name) for name in self.optimizer.names}
-        tensors |= dict(self.built.model.named_buffers())
-        moments = self.optimizer.state_tensors()
-        tensors |= {f"{name}.{kind}": tensor for name, state in moments.items() for kind, tensor in state.items()}
-        agree.refuse_different_replicas(tensors.items(), self.env)
+        # one after the other: the master of a split parameter is a copy
+        masters = ((name, self.optimizer.master(name)) for name in self.optimizer.names)
+        moments = (
+            (f"{name}.{kind}", tensor)
+            for name, state in self.optimizer.state_tensors().items() for kind, tensor in state.items()
+        )
+        agree.refuse_different_replicas(chain(masters, self.built.model.named_buffers(), moments), self.env)
         agree.refuse_equal_streams(self.config.run.seed, self.data_rank, self.env)
 
     def _preempt(self) -> None:

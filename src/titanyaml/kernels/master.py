@@ -1,0 +1,77 @@
+"""The float32 value (master) of a weight that the model stores in bfloat16: beside it, or split between the two.
+
+A split one has no bytes of its own for what the bfloat16 weight holds already. Of the float32 bits b,
+
+    high = (b + 0x8000) >> 16          the weight: rounded to nearest, ties away from zero
+    low = b - (high << 16)             the remainder: int16, since -2^15 <= low < 2^15
+
+so that (high << 16) + low is b again, bit for bit. PyTorch casts with ties to even. That would need low = +2^15 for
+half of the ties, so on those, one number in 2^17, the stored weight is its neighbour. A NaN becomes the quiet NaN:
+adding to the largest payload would overflow to -0, and hide it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titanyaml.dist.tensor import local, placed_as
+
+QUIET_NAN = 0x7FC00000
+
+
+def is_split(master: Tensor | None) -> bool:
+    """Whether this is the remainder of a split master, not a float32 one."""
+    return master is not None and master.dtype == torch.int16
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 value of a plain bfloat16 tensor and its int16 remainder; one new tensor."""
+    bits = weight.view(torch.int16).to(torch.int32)
+    bits <<= 16
+    bits += remainder
+    return bits.view(torch.float32)
+
+
+def split_(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write float32 ``value`` into bfloat16 ``weight`` and int16 ``remainder``; all plain, of one shape."""
+    bits = torch.where(value.isnan(), QUIET_NAN, value.view(torch.int32))
+    high = (bits + 0x8000).bitwise_right_shift_(16)  # arithmetic: the sign stays
+    weight.view(torch.int16).copy_(high)
+    remainder.copy_(bits.sub_(high.bitwise_left_shift_(16)))
+
+
+@torch.no_grad()
+def split_off(value: Tensor, parameter: Tensor) -> Tensor:
+    """Store float32 ``value`` in the bfloat16 parameter; the remainder, placed as that is."""
+    assert (value.dtype, parameter.dtype) == (torch.float32, torch.bfloat16), f"{value.dtype} into {parameter.dtype}"
+    remainder = torch.empty_like(local(parameter), dtype=torch.int16)
+    split_(local(value).to(remainder.device), local(parameter), remainder)
+    return placed_as(remainder, parameter)
+
+
+@torch.no_grad()
+def whole(parameter: Tensor, master: Tensor | None) -> Tensor:
+    """The value in full precision: the parameter itself or its master, both sharing memory, or a joined copy.
+
+    The copy is made in host memory, where saving and loading want it and where the device need not hold all weights a
+    second time. Only that of a DTensor is on the device of its mesh.
+    """
+    if not is_split(master):
+        return parameter if master is None else master
+    if isinstance(parameter, DTensor):
+        return placed_as(join(local(parameter), local(master)), parameter)
+    return join(parameter.cpu(), master.cpu())
+
+
+@torch.no_grad()
+def store(value: Tensor, parameter: Tensor, master: Tensor | None) -> None:
+    """Take over what ``whole`` gave, after it was filled."""
+    if is_split(master):
+        weight, remainder = (torch.empty_like(local(t), device=local(value).device) for t in (parameter, master))
+        split_(local(value), weight, remainder)
+        local(parameter).copy_(weight)
+        local(master).copy_(remainder)
+    elif master is not None:
+        parameter.copy_(master)

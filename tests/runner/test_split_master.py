@@ -1,0 +1,86 @@
+"""``optim.master=split`` in whole runs: resumed to the bit, and its checkpoints are those of float32 masters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from titanyaml.config import dump
+from titanyaml.dist.env import Env
+from titanyaml.errors import ConfigError
+from titanyaml.kernels.master import is_split
+from titanyaml.rundir import RunDir
+from titanyaml.runner import setup
+from titanyaml.runner.train import Trainer
+
+SIZES = ("model.vocab_size=258", "model.dim=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1",
+         "model.ffn_dim=32", "model.max_seq_len=16", "train.local_batch=2", "tokenizer=bytes", "tracker=none",
+         "data=synthetic", "train.compute_dtype=bfloat16", "optim.lr=1e-2", "schedule=constant", "validation.batches=0",
+         "compile=none", "hardware=cpu", "parallel=single", "checkpoint.interval=0")
+ALONE = Env(0, 1, 0, torch.device("cpu"), "gloo")
+
+
+def trained(path: Path, compose, master: str, steps: int, *overrides: str) -> Trainer:
+    place = RunDir(path)
+    place.path.mkdir(exist_ok=True)
+    trainer = Trainer(dump.to_dataclass(compose(
+        *SIZES, f"run.dir={path}", f"optim.master={master}", f"train.steps={steps}", *overrides
+    )), place, ALONE)
+    try:
+        trainer.fit()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def state(trainer: Trainer) -> dict[str, Tensor]:
+    """Stored weights, full-precision ones and moments."""
+    optimizer = trainer.optimizer
+    moments = {f"{n}.{kind}": t for n, s in optimizer.state_tensors().items() for kind, t in s.items()}
+    return dict(trainer.built.model.named_parameters()) | {f"{n}.": t for n, t in optimizer.weights().items()} | moments
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of what differs in a bit."""
+    assert one.keys() == other.keys()
+    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+
+
+def test_resumes_to_the_bit_and_goes_through_a_run_with_float32_masters(compose, tmp_path: Path) -> None:
+    straight = trained(tmp_path / "straight", compose, "split", 4)
+    assert all(map(is_split, straight.built.masters.values())) and len(straight.built.masters) == 12
+    half = trained(tmp_path / "half", compose, "split", 2)
+    resumed = trained(tmp_path / "half", compose, "split", 4)
+    assert not same(state(resumed), state(straight))
+    # no step is left: what is read is what is written again
+    read = f"checkpoint.resume={tmp_path / 'half/checkpoints'}/step-00000004", "checkpoint.keep=9"
+    wide = trained(tmp_path / "wide", compose, "float32", 4, *read)
+    assert not any(map(is_split, wide.built.masters.values()))
+    assert not [name for name in same(state(wide), state(straight)) if name.endswith(".")]
+    wide.checkpointer._at = None
+    wide._save()
+    back = trained(tmp_path / "back", compose, "split", 4, f"checkpoint.resume={tmp_path / 'wide'}")
+    assert not same(state(back), state(straight))
+    assert same(state(half), state(straight))
+
+
+def test_evaluation_reads_it(compose, tmp_path: Path) -> None:
+    weights = trained(tmp_path / "run", compose, "split", 2).optimizer.weights()
+    config = dump.to_dataclass(compose(*SIZES, f"run.dir={tmp_path / 'eval'}", "optim.master=split", "run.seed=1"))
+    built = setup.build_model(config, ALONE)
+    target = built.weights()
+    for name, tensor in target.items():
+        tensor.copy_(weights[name])
+    built.load(target)
+    assert not same(built.weights(), weights)
+
+
+def test_nothing_to_split_is_an_error(compose, tmp_path: Path) -> None:
+    config = dump.to_dataclass(compose(
+        *SIZES, f"run.dir={tmp_path}", "optim.master=split", "train.compute_dtype=auto"
+    ))
+    with pytest.raises(ConfigError, match="no parameter is stored in bfloat16"):
+        setup.build_model(config, ALONE)
