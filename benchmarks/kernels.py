@@ -150,6 +150,16 @@ def _cross_entropy_kernel(bench: Bench) -> dict[str, Any]:
     return result
 
 
+def _split_ms(bench: Bench, state: list[Tensor], grad: Tensor, clip: Tensor, factors: adamw.Factors) -> float:
+    """Milliseconds of the same update of a split master, which must be that of weight, master and moments."""
+    weight, _, *moments = (tensor.clone() for tensor in state)
+    remainder = split_off(state[1], weight)
+    adamw.adamw_(weight, remainder, grad, *moments, clip, factors)
+    adamw.adamw_(state[0], state[1], grad, *state[2:], clip, factors)
+    bench.same("adamw: a split master is the float32 one", join(weight, remainder), state[1])
+    return bench.ms(lambda: adamw.adamw_(weight, remainder, grad, *moments, clip, factors))
+
+
 def bench_adamw(bench: Bench) -> dict[str, Any]:
     """One update of the embedding, stored in bfloat16, against casting, clipping, torch's fused AdamW and a copy."""
     shape = bench.vocab, bench.dim
@@ -174,13 +184,8 @@ def bench_adamw(bench: Bench) -> dict[str, Any]:
             ms = bench.ms(lambda: adamw.adamw_(weight, state[0], grad, *state[1:], clip, factors))
         result[f"fused_ms_block_{block}_warps_{warps}"] = ms
         result[f"fused_tb_s_block_{block}_warps_{warps}"] = round(28 * weight.numel() / ms / 1e9, 3)
-    halves = weight.clone()
-    remainder, twin = split_off(state[0], halves), [tensor.clone() for tensor in state]
-    adamw.adamw_(halves, remainder, grad, *twin[1:], clip, factors)
-    adamw.adamw_(weight, state[0], grad, *state[1:], clip, factors)
-    bench.same("adamw: a split master is the float32 one", join(halves, remainder), state[0])
-    result["split_ms"] = bench.ms(lambda: adamw.adamw_(halves, remainder, grad, *twin[1:], clip, factors))
-    del twin, twin_weight, halves, remainder
+    del twin, twin_weight
+    result["split_ms"] = _split_ms(bench, [weight, *state], grad, clip, factors)
     parameter = torch.nn.Parameter(state[0])
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=bench.device.type == "cuda")
 

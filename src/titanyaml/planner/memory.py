@@ -73,18 +73,21 @@ def _block_backward(job: Job) -> float:
     whole = 0.0
     if job.mesh.tp > 1:
         whole = (9 - 1.5 * len(job.async_tp)) * job.shape.dim * job.compute_bytes
-    again = 1 if job.ac == "none" else 2
-    return job.tokens * (again * saved_per_token(job, mode="none") + whole)
+    everything = saved_per_token(job, mode="none")
+    # within a compiled block what was kept is not computed again; a checkpointed one fills all anew
+    again = {"none": 0.0, "memory_budget": everything - saved_per_token(job)}.get(job.ac, everything)
+    return job.tokens * (everything + again + whole)
 
 
-def _loss(job: Job) -> tuple[float, float]:
-    """(bytes of logits, bytes of the head's own gradients in a chunked loss)."""
+def _loss(job: Job) -> tuple[float, float, float]:
+    """(bytes of logits, bytes of the head's own gradients in a chunked loss, of these what the blocks' backward finds
+    freed: the weight's is summed in float32, and then rounded)."""
     rows = job.shape.vocab_size / job.mesh.tp
     if not job.software.in_chunks:
-        return _LOGIT[job.software.loss] * job.tokens * rows, 0.0
+        return _LOGIT[job.software.loss] * job.tokens * rows, 0.0, 0.0
     tokens = min(job.chunk_tokens, job.tokens)
     kept = 4 * rows * job.shape.dim + job.compute_bytes * job.tokens * job.shape.dim
-    return _LOGIT[job.software.loss] * tokens * rows, kept
+    return _LOGIT[job.software.loss] * tokens * rows, kept, max(0, 4 - job.compute_bytes) * rows * job.shape.dim
 
 
 def _parts(job: Job, layers: int, *, rank: int) -> dict[str, float]:
@@ -92,7 +95,7 @@ def _parts(job: Job, layers: int, *, rank: int) -> dict[str, float]:
     (first, last), pipe = job.ends_of(rank), mesh.pp > 1
     root = shape.local_root(mesh.tp) * ((first or last) if shape.tied or not pipe else 0.5 * (first + last))
     params = layers * shape.local_block(mesh.tp) + root
-    logits, kept = _loss(job) if last else (0.0, 0.0)
+    logits, kept, freed = _loss(job) if last else (0.0, 0.0, 0.0)
     inflight = min(job.microbatches, mesh.pp - rank) if pipe else 1
     activations = layers * job.tokens * saved_per_token(job) * inflight
     if pipe and last and not job.software.in_chunks:  # bf16 logits of every microbatch are kept for the caller
@@ -101,7 +104,7 @@ def _parts(job: Job, layers: int, *, rank: int) -> dict[str, float]:
     left = constants.TP_LEFTOVER.value * min(logits, block) if mesh.tp > 1 else 0.0
     parts = _states(job, params) | {
         "activations": activations,
-        "recompute peak": max(0.0, block - logits) + left,
+        "recompute peak": max(0.0, block - logits - freed) + left,
         "logits": logits + kept,
         "gathered weights": _gathered(job, params, root, pipe=pipe),
         "allocator": constants.ALLOCATOR_GIB.value * GIB,
