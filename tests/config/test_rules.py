@@ -71,6 +71,9 @@ CASES = {
         ["quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true", "quant.force_recompute_weight=false"],
         "there is no copy to keep",
     ),
+    "kept_float8_weights_have_one_scale": (
+        ["quant=float8_rowwise", "quant.force_recompute_weight=false"], "is false with float8_rowwise, where torchao",
+    ),
     "float8_is_not_float64": (
         ["quant=float8_rowwise", "train.param_dtype=float64", "train.compute_dtype=float64",
          "train.reduce_dtype=float64"], "is float8_rowwise, but train.compute_dtype is float64",

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from titanyaml.kernels import float8_cast as module
-from titanyaml.kernels.float8_cast import float8_cast
+from titanyaml.kernels.float8_cast import Float8, float8_cast, largest
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -25,6 +25,10 @@ def matrix(device: torch.device, rows: int = 80, columns: int = 40) -> Tensor:
     return x.bfloat16().to(device)
 
 
+def both(x: Tensor, *, rowwise: bool, fused: bool, **options: object) -> Float8:
+    return float8_cast(x, largest(x, rowwise=rowwise, fused=fused), fused=fused, **options)
+
+
 def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
@@ -33,10 +37,14 @@ def bits(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("rowwise", [True, False], ids=["rowwise", "tensorwise"])
 @pytest.mark.parametrize("power_of_2", [True, False], ids=["power_of_2", "any_scale"])
 def test_equals_its_reference_to_the_bit(device, dtype: torch.dtype, rowwise: bool, power_of_2: bool) -> None:
-    for x in (matrix(device), matrix(device, 64, 32), matrix(device).t()):
-        options = {"rowwise": rowwise, "dtype": dtype, "power_of_2": power_of_2}
-        ours, theirs = float8_cast(x, fused=True, **options), float8_cast(x, fused=False, **options)
-        for mine, wanted in zip(ours, theirs, strict=True):
+    for x in (matrix(device), matrix(device, 64, 32)):
+        options = {"dtype": dtype, "power_of_2": power_of_2}
+        ours, theirs = (both(x, rowwise=rowwise, fused=fused, **options) for fused in (True, False))
+        found = largest(x, rowwise=rowwise, fused=True)
+        straight, turned = (float8_cast(x, found, fused=True, **{**options, without: False})
+                            for without in ("turned", "straight"))
+        assert straight[2:] == turned[:2] == (None, None)
+        for mine, wanted in zip((*ours, *straight[:2], *turned[2:]), theirs + theirs, strict=True):
             assert mine.shape == wanted.shape and mine.dtype == wanted.dtype and mine.is_contiguous()
             assert torch.equal(bits(mine), bits(wanted))
 
@@ -46,7 +54,7 @@ def test_equals_its_reference_to_the_bit(device, dtype: torch.dtype, rowwise: bo
 def test_the_numbers_come_back(device, rowwise: bool, fused: bool) -> None:
     """Within half a unit of the last of e4m3's 4 significant bits, or half its smallest number."""
     x = matrix(device)
-    cast = float8_cast(x, rowwise=rowwise, dtype=E4M3, power_of_2=False, fused=fused)
+    cast = both(x, rowwise=rowwise, dtype=E4M3, power_of_2=False, fused=fused)
     for data, inverse, wanted in (cast[:2] + (x,), cast[2:] + (x.t(),)):
         back = data.double() * inverse.double()
         error = (back - wanted.double()).abs()
@@ -65,15 +73,17 @@ def test_what_is_not_finite_spoils_its_row_and_column(device, power_of_2: bool) 
         x = matrix(device)
         x[40, 20] = bad
         for fused in (True, False):
-            cast = float8_cast(x, rowwise=True, dtype=E4M3, power_of_2=power_of_2, fused=fused)
+            cast = both(x, rowwise=True, dtype=E4M3, power_of_2=power_of_2, fused=fused)
             assert cast.data_MK[40].float().isnan().any() or not cast.inverse_M1[40].isfinite()
             assert cast.data_MK[41].float().isfinite().all()
-            whole = float8_cast(x, rowwise=False, dtype=E4M3, power_of_2=power_of_2, fused=fused)
+            whole = both(x, rowwise=False, dtype=E4M3, power_of_2=power_of_2, fused=fused)
             assert not (whole.data_MK.float() * whole.inverse_M1)[40, 20].isfinite()
 
 
 def test_operator_contract(device) -> None:
-    x = matrix(device)
+    x, checks = matrix(device), {"test_utils": ("test_schema", "test_faketensor")}
+    torch.library.opcheck(torch.ops.titanyaml.float8_largest.default, (x,), **checks)
     for rowwise in (True, False):
-        torch.library.opcheck(torch.ops.titanyaml.float8_cast.default, (x, rowwise, E4M3, False),
-                              test_utils=("test_schema", "test_faketensor"))
+        found = largest(x, rowwise=rowwise, fused=False)
+        for copies in ((True, True), (True, False), (False, True)):
+            torch.library.opcheck(torch.ops.titanyaml.float8_cast.default, (x, found, E4M3, False, *copies), **checks)

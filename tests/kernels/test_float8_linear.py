@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import CastConfig
 
-from titanyaml.kernels.float8_linear import float8_linear
+from titanyaml.kernels.float8_linear import Options, float8_linear, float8_operand
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -24,7 +24,7 @@ def inputs(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat
 
 def run(x: Tensor, w: Tensor, grad: Tensor, **options: object) -> list[Tensor]:
     """Output and both gradients."""
-    y = float8_linear(x, w, **{"fast_accum": False, **options})
+    y = float8_linear(x, w, Options(**{"fast_accum": False, **options}))
     return [y.detach(), *torch.autograd.grad(y, (x, w), grad)]
 
 
@@ -83,18 +83,32 @@ def test_only_the_gradients_that_are_needed() -> None:
     x, w, grad = inputs()
     for one, other, place in ((x, w, 0), (w, x, 1)):
         pair = (x, other.detach()) if place == 0 else (other.detach(), w)
-        y = float8_linear(*pair, recipe="rowwise", fast_accum=False)
+        y = float8_linear(*pair, Options("rowwise", fast_accum=False))
         assert torch.equal(torch.autograd.grad(y, one, grad)[0], run(x, w, grad, recipe="rowwise")[1 + place])
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_compiles_without_a_graph_break(device, fused: bool) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_is_cast_again_gives_the_same_bits(device, recipe: str) -> None:
     x, w, grad = inputs(device)
+    for fused in (False, True):
+        kept, again = (run(x, w, grad, recipe=recipe, fused=fused, recast_weight=recast) for recast in (False, True))
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def two_layers(x: Tensor, w: Tensor, options: Options) -> Tensor:
+    """Two products of one input."""
+    operand = float8_operand(x, options)
+    return float8_linear(operand, w, options) * float8_linear(operand, w + 1, options)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_compiles_without_a_graph_break(device, fused: bool, recipe: str) -> None:
+    x, w, grad = inputs(device)
+    options = Options(recipe, fast_accum=False, fused=fused)
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x, w: float8_linear(x, w, recipe="rowwise", fast_accum=False, fused=fused), fullgraph=True,
-        backend="aot_eager",
-    )
-    y = compiled(x, w)
-    got = [y.detach(), *torch.autograd.grad(y, (x, w), grad)]
-    assert all(torch.equal(a, b) for a, b in zip(got, run(x, w, grad, recipe="rowwise"), strict=True))
+    compiled = torch.compile(two_layers, fullgraph=True, backend="aot_eager")
+    apart = float8_linear(x, w, options) * float8_linear(x, w + 1, options)
+    got = [[y.detach(), *torch.autograd.grad(y, (x, w), grad)]
+           for y in (apart, two_layers(x, w, options), compiled(x, w, options))]
+    assert all(torch.equal(a, b) for other in got[1:] for a, b in zip(other, got[0], strict=True))

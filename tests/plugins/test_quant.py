@@ -24,6 +24,7 @@ from titanyaml.config import schema
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.errors import PipelineError
+from titanyaml.kernels.choice import Choice
 from titanyaml.models import decoder
 from titanyaml.pipeline.resolve import after_step, resolve, run
 from titanyaml.plugins.quant import OwnProduct, Quantize
@@ -435,6 +436,44 @@ def test_parameters_keep_names_and_the_model_its_classes() -> None:
     ctx = context(sizes(), **FLOAT32)
     model, _ = run(model, resolve({"quant": node(ROWWISE)}, ctx), ctx)
     assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_own_products_cast_an_input_once_and_keep_no_weight_unless_told() -> None:
+    """2 x 16 tokens; q, k and v have one input, gate and up another: four casts a block are kept for the backward."""
+    dim, ffn, tokens = SIZES["dim"], SIZES["ffn_dim"], 32
+    inputs, weights = tokens * (3 * dim + ffn), 4 * dim * dim + 3 * dim * ffn
+    found = {}
+    for recast in (True, False):
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor, seen: dict = kept) -> Tensor:
+            if tensor.dtype == E4M3:
+                seen[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        nodes = {"quant": node(ROWWISE, product="own", force_recompute_weight=recast)}
+        built = build(nodes, model_spec=sizes(), **FLOAT32)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            value = loss(built.model, *batch(2))
+        value.backward()
+        found[recast] = sum(kept.values()), [p.grad for p in built.model.parameters()]
+    layers = SIZES["num_layers"]
+    assert (found[True][0], found[False][0]) == (layers * inputs, layers * (inputs + weights))
+    assert all(torch.equal(*pair) for pair in zip(found[True][1], found[False][1], strict=True))
+
+
+def test_layers_of_two_kinds_share_nothing() -> None:
+    """Only q is left alone: k and v each cast."""
+    own = build({"quant": node(ROWWISE, product="own", filter_fqns=["wq"])}, model_spec=sizes(), **FLOAT32)
+    plain = build({}, model_spec=sizes(), **FLOAT32)
+    assert train(own)["losses"] == pytest.approx(train(plain)["losses"], rel=2e-2)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_runs_kernels_cast(fused: bool) -> None:
+    model = decoder.build(sizes())
+    Quantize(recipe=ROWWISE, product="own").apply(model, replace(context(sizes()), kernels=Choice(fused, "as told")))
+    assert model.layers[0].attention.wq.product.options.fused == fused
 
 
 def test_own_products_recompute_and_compile_to_the_same_bits() -> None:

@@ -75,6 +75,15 @@ def gathered_float8_is_not_kept_twice(c: Any) -> Problem | None:
                    hint=f"quant.force_recompute_weight=true or {_no_gather(c)}")
 
 
+@rule("quant.recipe", "quant.product", "quant.force_recompute_weight")
+def kept_float8_weights_have_one_scale(c: Any) -> Problem | None:
+    if c.quant.force_recompute_weight or c.quant.product == "own" or c.quant.recipe == "float8_tensorwise":
+        return None
+    return Problem("quant.force_recompute_weight", f"is false with {c.quant.recipe}, where torchao casts a weight "
+                   "along another side in the backward pass", allowed="true; false with own or tensorwise",
+                   hint="quant.force_recompute_weight=true or quant.product=own")
+
+
 @rule("quant.recipe", "train.compute_dtype")
 def float8_is_not_float64(c: Any) -> Problem | None:
     if c.quant.recipe == "none" or c.train.compute_dtype != "float64":

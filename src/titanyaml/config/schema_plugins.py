@@ -38,11 +38,11 @@ class Quant(PluginNode):
     )
     force_recompute_weight: bool = key(
         True, "cast weights again in the backward pass; false: keep their float8 copies (1 byte a parameter)",
-        when=("recipe", ["float8_tensorwise"]),
+        when=("recipe", FLOAT8),
     )
     product: str = key(
-        "torchao", "who casts and multiplies; own: one pass makes both copies of an operand, and keeps them for the "
-        "backward pass", choices=["torchao", "own"], when=("recipe", FLOAT8),
+        "torchao", "who casts and multiplies; own: one pass makes both copies of an operand, and keeps those of inputs "
+        "for the backward pass", choices=["torchao", "own"], when=("recipe", FLOAT8),
     )
     fast_accum: bool = key(
         False, "the gradients' products add in the tensor core's short accumulator, as the forward's does",

@@ -1,8 +1,9 @@
 """A linear layer whose matrix products are in float8, on the cast that makes both copies of an operand at once.
 
 Forward y = x w^T, input gradient dx = dy w, weight gradient dw = dy^T x. Each operand is scaled along the rows that its
-product does not sum over (rowwise), or by one number (tensorwise). The casts of the forward pass make the transposed
-copies for the backward pass as well, so that 8-bit activations are kept and nothing is cast twice.
+product does not sum over (rowwise), or by one number (tensorwise). The cast of an input in the forward pass makes the
+transposed copy for the backward pass as well, so that 8-bit activations are kept and nothing is cast twice; layers with
+the same input share it (``float8_operand``).
 
 On a CPU the products are emulated: the same float8 numbers, multiplied in float32.
 
@@ -11,75 +12,122 @@ Shapes: M tokens, K input features, N output features.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanyaml.dist import compat
-from titanyaml.kernels.float8_cast import Float8, cast_with, float8_cast
+from titanyaml.kernels.float8_cast import Float8, float8_cast, largest
 
 #: ``rowwise_with_gw_hp``: rowwise, with the weight gradient in the dtype of the input.
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 E4M3 = torch.float8_e4m3fn
 
 
-def float8_linear(
-    x: Tensor, w_NK: Tensor, *, recipe: Recipe, fast_accum: bool, grad_dtype: torch.dtype = E4M3, fused: bool = False
-) -> Tensor:
-    """x w^T in x's dtype, with gradients.
+@dataclass(frozen=True)
+class Options:
+    """How a layer casts and multiplies.
 
     Args:
-        x: [..., K], bfloat16 (on a CPU float32 too). w_NK: same dtype. On a GPU, K, N and the tokens divide by 16.
         recipe: granularity of the scales. Rowwise ones are powers of two, so that scaling itself never rounds.
         fast_accum: the two gradient products add in the tensor core's short accumulator; the forward always does.
         grad_dtype: float8_e4m3fn, or float8_e5m2 with more range and one bit less precision.
         fused: cast by the Triton kernels (``float8_cast``).
+        recast_weight: the backward pass reads the weight and casts it again; else its transposed float8 copy is kept
+            from the forward pass, one byte a weight.
     """
+
+    recipe: Recipe
+    fast_accum: bool
+    grad_dtype: torch.dtype = E4M3
+    fused: bool = False
+    recast_weight: bool = True
+
+    @property
+    def rowwise(self) -> bool:
+        return self.recipe != "tensorwise"
+
+    @property
+    def gradient_in_float8(self) -> bool:
+        return self.recipe != "rowwise_with_gw_hp"
+
+    def largest(self, x: Tensor) -> Tensor:
+        """As ``float8_cast.largest``."""
+        return largest(x, rowwise=self.rowwise, fused=self.fused)
+
+    def cast(self, x: Tensor, largest: Tensor, dtype: torch.dtype = E4M3, **copies: bool) -> Float8:
+        """As ``float8_cast.float8_cast``."""
+        return float8_cast(x, largest, dtype=dtype, power_of_2=self.rowwise, fused=self.fused, **copies)
+
+    def both(self, x: Tensor, dtype: torch.dtype) -> Float8:
+        """The copies of an input or of an output's gradient that the recipe multiplies."""
+        x = x.contiguous()
+        if self.gradient_in_float8:
+            return self.cast(x, self.largest(x), dtype)
+        # one copy, of which a compiler makes one kernel
+        rows = x.abs().amax(-1).float().flatten()
+        return float8_cast(x, rows, dtype=dtype, power_of_2=True, fused=False, turned=False)
+
+
+class Operand(NamedTuple):
+    """An input [..., K] and its float8 copies, for every layer that takes it."""
+
+    x: Tensor
+    copies: Float8
+
+
+def float8_operand(x: Tensor, options: Options) -> Operand:
+    """Cast an input of one or several ``float8_linear``. Its gradient flows through their outputs."""
+    return Operand(x, options.both(x.detach(), E4M3))
+
+
+def float8_linear(x: Tensor | Operand, w_NK: Tensor, options: Options) -> Tensor:
+    """x w^T in x's dtype, with gradients.
+
+    Args:
+        x: [..., K], bfloat16 (on a CPU float32 too). w_NK: same dtype. On a GPU, K, N and the tokens divide by 16.
+    """
+    x, copies = x if isinstance(x, Operand) else float8_operand(x, options)
     assert x.dtype == w_NK.dtype and x.shape[-1] == w_NK.shape[1], (x.dtype, w_NK.dtype, x.shape, w_NK.shape)
-    y_MN = _Float8Linear.apply(x.reshape(-1, x.shape[-1]), w_NK, recipe, fast_accum, grad_dtype, fused)
-    return y_MN.reshape(*x.shape[:-1], w_NK.shape[0])
+    return _Float8Linear.apply(x, w_NK, *copies, options)
 
 
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_MK: Tensor, w_NK: Tensor, recipe: Recipe, fast_accum: bool, grad_dtype: torch.dtype, fused: bool
+        ctx: Any, x: Tensor, w_NK: Tensor, data_MK: Tensor, inverse_M1: Tensor, data_KM: Tensor | None,
+        inverse_K1: Tensor | None, options: Options,
     ) -> Tensor:
-        ctx.recipe, ctx.fast_accum, ctx.grad_dtype, ctx.fused = recipe, fast_accum, grad_dtype, fused
-        w = _cast(w_NK, recipe, E4M3, fused)
-        if recipe == "rowwise_with_gw_hp":
-            data, inverse = _one_copy(x_MK, E4M3)
-            ctx.save_for_backward(x_MK, w.data_KM, w.inverse_K1)
-        else:
-            data, inverse, *turned = _cast(x_MK, recipe, E4M3, fused)
-            ctx.save_for_backward(*turned, w.data_KM, w.inverse_K1)
-        return _product(data, inverse, w.data_MK, w.inverse_M1, fast_accum=True, dtype=x_MK.dtype)
+        ctx.options = options
+        w_NK = w_NK.contiguous()
+        w_largest = options.largest(w_NK)
+        w = options.cast(w_NK, w_largest, turned=not options.recast_weight)
+        ctx.save_for_backward(
+            *((data_KM, inverse_K1) if options.gradient_in_float8 else (x,)),
+            *((w_NK, w_largest) if options.recast_weight else (w.data_KM, w.inverse_K1)),
+        )
+        y_MN = _product(data_MK, inverse_M1, w.data_MK, w.inverse_M1, fast_accum=True, dtype=x.dtype)
+        return y_MN.view(*x.shape[:-1], w_NK.shape[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
-        *x, w_KN, w_inverse = ctx.saved_tensors
-        options = {"fast_accum": ctx.fast_accum, "dtype": grad_MN.dtype}
-        if ctx.recipe == "rowwise_with_gw_hp":
-            data, inverse = _one_copy(grad_MN, ctx.grad_dtype)
-            grad_w = grad_MN.t() @ x[0] if ctx.needs_input_grad[1] else None
-        else:
-            data, inverse, *turned = _cast(grad_MN, ctx.recipe, ctx.grad_dtype, ctx.fused)
-            grad_w = _product(*turned, *x, **options) if ctx.needs_input_grad[1] else None
-        grad_x = _product(data, inverse, w_KN, w_inverse, **options) if ctx.needs_input_grad[0] else None
-        return grad_x, grad_w, None, None, None, None
-
-
-def _cast(x: Tensor, recipe: Recipe, dtype: torch.dtype, fused: bool) -> Float8:
-    rowwise = recipe != "tensorwise"
-    return float8_cast(x, rowwise=rowwise, dtype=dtype, power_of_2=rowwise, fused=fused)
-
-
-def _one_copy(x_MK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rowwise, without the transposed copy: a compiler makes one kernel of it."""
-    return cast_with(x_MK, x_MK.abs().amax(1, keepdim=True), dtype=dtype, power_of_2=True)
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        options = ctx.options
+        *x, w, w_scale = ctx.saved_tensors
+        how = {"fast_accum": options.fast_accum, "dtype": grad_y.dtype}
+        grad = options.both(grad_y, options.grad_dtype)
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[1]:
+            grad_w = _product(grad.data_KM, grad.inverse_K1, *x, **how) if options.gradient_in_float8 else \
+                grad_y.flatten(0, -2).t() @ x[0].flatten(0, -2)
+        if ctx.needs_input_grad[0]:
+            if options.recast_weight:
+                _, _, w, w_scale = options.cast(w, w_scale, straight=False)
+            grad_x = _product(grad.data_MK, grad.inverse_M1, w, w_scale, **how).view(*grad_y.shape[:-1], -1)
+        return grad_x, grad_w, None, None, None, None, None
 
 
 def _product(

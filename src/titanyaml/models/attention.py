@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from titanyaml.config.schema import Model
 from titanyaml.errors import ConfigError
-from titanyaml.models.layers import Linear, RMSNorm
+from titanyaml.models.layers import Linear, RMSNorm, shared
 from titanyaml.models.rope import rotate
 
 Mask = Tensor | BlockMask
@@ -141,9 +141,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend; arguments as of ``decoder.TransformerBlock.forward``."""
         # the number of heads is read off the tensor: a shard holds fewer than the configuration says
-        q_BSNH = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
-        k_BSKH = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
-        v_BSKH = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        x = shared(x_BSD, self.wq, self.wk, self.wv)
+        q_BSNH = self.wq(x).unflatten(-1, (-1, self.head_dim))
+        k_BSKH = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v_BSKH = self.wv(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
         if self.rotary:

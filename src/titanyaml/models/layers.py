@@ -6,6 +6,8 @@ also where the tensor holds a shard.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,13 +44,25 @@ class Linear(nn.Linear):
     """x @ weight^T + bias.
 
     ``product(x, weight, bias)`` is how: the one place to put in another way to multiply. It is called with plain
-    tensors, the whole weight or a rank's shard of it, and knows nothing of meshes.
+    tensors, the whole weight or a rank's shard of it, and knows nothing of meshes. Where it has a method
+    ``operand(x)``, ``shared`` calls that, and it is called with what came back in place of ``x``.
     """
 
     product = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias)
+
+
+def shared(x: Tensor, *layers: Linear) -> Any:
+    """``x`` as input of several layers: what their product makes of it first, a cast, is made once.
+
+    Returns:
+        ``x``, or where all have the same product and it has a method ``operand``, the result of that.
+    """
+    product = layers[0].product
+    prepare = getattr(product, "operand", None)
+    return x if prepare is None or any(layer.product is not product for layer in layers) else prepare(x)
 
 
 class FeedForward(nn.Module):
@@ -61,7 +75,8 @@ class FeedForward(nn.Module):
         self.w3 = Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+        x = shared(x_BSD, self.w1, self.w3)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class OutputProjection(nn.Module):

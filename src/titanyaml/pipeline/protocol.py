@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from titanyaml.errors import Problem
+from titanyaml.kernels.choice import Choice
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,8 @@ class Context:
         device: where the model will live ("meta" devices are used for planning).
         param_dtype, compute_dtype, reduce_dtype: master parameters; forward and backward; gradient reduction.
         facts: what the model says of itself. seq_len: tokens. local_batch: sequences per forward.
-        accumulation: forwards per optimizer step. active: names of the nodes that are on.
+        accumulation: forwards per optimizer step. kernels: whether our own kernels run, or plain PyTorch.
+        active: names of the nodes that are on.
     """
 
     dims: ParallelDims
@@ -81,6 +83,7 @@ class Context:
     seq_len: int
     local_batch: int
     accumulation: int
+    kernels: Choice = Choice(False, "plain PyTorch")
     active: tuple[str, ...] = ()
     expert_mesh: DeviceMesh | None = None
     log: logging.Logger = logging.getLogger("titanyaml.pipeline")

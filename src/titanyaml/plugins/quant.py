@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from titanyaml import float8
 from titanyaml.errors import PipelineError, Problem
-from titanyaml.kernels.choice import choose
-from titanyaml.kernels.float8_linear import float8_linear
+from titanyaml.kernels.float8_linear import Operand, Options, float8_linear, float8_operand
 from titanyaml.models.layers import Linear
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
 
@@ -25,14 +24,20 @@ ALIGNMENT = {"float8_tensorwise": 16, "float8_rowwise": 16, "float8_rowwise_with
 class OwnProduct:
     """x @ weight^T (+ bias) by ``kernels.float8_linear``. One object for all layers."""
 
-    def __init__(self, recipe: str, *, fast_accum: bool, grad_dtype: str, fused: bool) -> None:
-        self.options = {
-            "recipe": recipe.removeprefix("float8_"), "fast_accum": fast_accum, "fused": fused,
-            "grad_dtype": {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[grad_dtype],
-        }
+    def __init__(
+        self, recipe: str, *, fast_accum: bool, grad_dtype: str, fused: bool, recast_weight: bool = True
+    ) -> None:
+        self.options = Options(
+            recipe.removeprefix("float8_"), fast_accum=fast_accum, fused=fused, recast_weight=recast_weight,
+            grad_dtype={"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[grad_dtype],
+        )
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = float8_linear(x, weight, **self.options)
+    def operand(self, x: Tensor) -> Operand:
+        """``x`` and its casts, for several layers."""
+        return float8_operand(x, self.options)
+
+    def __call__(self, x: Tensor | Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = float8_linear(x, weight, self.options)
         return out if bias is None else out + bias
 
 
@@ -80,10 +85,10 @@ class Quantize:
         if self.product == "own" and self.emulate and ctx.device.type == "cuda":
             problems.append(Problem("quant.emulate", "is true, but quant.product=own emulates on a CPU only",
                                     hint="quant.emulate=false or quant.product=torchao"))
-        if not self.recasts and "compile" in ctx.active:
+        if not self.recasts and "compile" in ctx.active and self.product == "torchao":
             problems.append(Problem(
                 "quant.force_recompute_weight", "is false, but a compiled graph casts each weight again in any case",
-                hint="quant.force_recompute_weight=true or compile=none",
+                hint="quant.force_recompute_weight=true or quant.product=own or compile=none",
             ))
         return problems
 
@@ -107,7 +112,7 @@ class Quantize:
             product = float8.MXProduct(emulate=self.emulate)
         elif self.product == "own":
             product = OwnProduct(self.recipe, fast_accum=self.fast_accum, grad_dtype=self.grad_dtype,
-                                 fused=choose("auto", device=ctx.device, dtype=ctx.compute_dtype).fused)
+                                 fused=ctx.kernels.fused, recast_weight=self.recasts)
         else:
             product = float8.Float8Product(self.recipe, emulate=self.emulate, recast_weight=self.recasts)
         for layer in layers.values():  # one product for all: equal blocks then share one compiled graph

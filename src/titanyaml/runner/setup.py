@@ -26,7 +26,7 @@ from titanyaml.dist import comm
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.errors import ConfigError, DataError
-from titanyaml.kernels.choice import Choice, choose
+from titanyaml.kernels.choice import choose
 from titanyaml.kernels.master import is_split, store, whole
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
@@ -101,12 +101,13 @@ def transform(
 ) -> tuple[nn.Module, Context, pipeline.Resolved, list[tuple[str, Change]]]:
     """Build the model on meta and run the pipeline over it: the same for a run and for a check of it."""
     model = decoder.build(config.model)
+    dtype = compute_dtype(config, env.device)
     ctx = Context(
         dims=dims,
         mesh=mesh,
         device=env.device,
         param_dtype=getattr(torch, config.train.param_dtype),
-        compute_dtype=compute_dtype(config, env.device),
+        compute_dtype=dtype,
         reduce_dtype=getattr(torch, config.train.reduce_dtype),
         facts=model.facts,
         seq_len=config.train.seq_len,
@@ -114,6 +115,7 @@ def transform(
         accumulation=accumulation(
             global_batch=global_batch(config, dims), local_batch=config.train.local_batch, data_degree=dims.data_degree
         ),
+        kernels=choose(config.kernels.name, device=env.device, dtype=dtype),
         log=log,
         expert_mesh=dims.build_experts(env.device.type) if mesh is not None else None,
     )
@@ -192,29 +194,24 @@ def build_data(config: Config, env: Env, tokenizer: Tokenizer | None, *, split: 
     )
 
 
-def kernel_choice(config: Config, ctx: Context) -> Choice:
-    """Whether our own kernels run."""
-    return choose(config.kernels.name, device=ctx.device, dtype=ctx.compute_dtype)
-
-
 def loss_function(config: Config, ctx: Context) -> CrossEntropy:
     """The configured loss. Where tp ranks share the head's rows it is the plain one.
 
     A fused chunk of 4096 holds 2 bytes a logit, a plain one of 1024 about 10: less memory, and a quarter of the passes
     over the head's float32 gradient.
     """
-    fused = kernel_choice(config, ctx).fused and ctx.dims.tp == 1
+    fused = ctx.kernels.fused and ctx.dims.tp == 1
     return CrossEntropy(chunk_tokens=config.loss.chunk_tokens or (4096 if fused else 1024), fused=fused)
 
 
 def fused_optimizer(config: Config, ctx: Context) -> bool:
     """Whether the optimizer's kernel may run: where the weights are."""
-    return kernel_choice(config, ctx).fused and not config.parallel.fsdp_cpu_offload
+    return ctx.kernels.fused and not config.parallel.fsdp_cpu_offload
 
 
 def kernels(config: Config, ctx: Context, optimizer: Optimizer) -> dict[str, str]:
     """What runs, for the log: operator to kernel, and ``why``."""
-    choice, loss = kernel_choice(config, ctx), loss_function(config, ctx)
+    choice, loss = ctx.kernels, loss_function(config, ctx)
     sharded = "; tp ranks share the head's rows" if choice.fused and not loss.fused else ""
     return {
         "why": choice.reason,
