@@ -55,23 +55,19 @@ def split_off(value: Tensor, parameter: Tensor) -> Tensor:
 def whole(parameter: Tensor, master: Tensor | None) -> Tensor:
     """The value in full precision: the parameter itself or its master, both sharing memory, or a joined copy.
 
-    The copy is made in host memory, where saving and loading want it and where the device need not hold all weights a
-    second time. Only that of a DTensor is on the device of its mesh.
+    The copy is moved to host memory, where saving and loading want it: so the device never holds all weights a second
+    time. Only that of a DTensor stays on the device of its mesh.
     """
     if not is_split(master):
         return parameter if master is None else master
-    if isinstance(parameter, DTensor):
-        return placed_as(join(local(parameter), local(master)), parameter)
-    return join(parameter.cpu(), master.cpu())
+    value = join(local(parameter), local(master))
+    return placed_as(value, parameter) if isinstance(parameter, DTensor) else value.cpu()
 
 
 @torch.no_grad()
 def store(value: Tensor, parameter: Tensor, master: Tensor | None) -> None:
     """Take over what ``whole`` gave, after it was filled."""
     if is_split(master):
-        weight, remainder = (torch.empty_like(local(t), device=local(value).device) for t in (parameter, master))
-        split_(local(value), weight, remainder)
-        local(parameter).copy_(weight)
-        local(master).copy_(remainder)
+        split_(local(value).to(local(master).device), local(parameter), local(master))
     elif master is not None:
         parameter.copy_(master)
