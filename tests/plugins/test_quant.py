@@ -247,6 +247,16 @@ def test_scales_per_row_make_meshes_equal(mesh: str, recipe: str) -> None:
     assert summed(ranks, dims) == pytest.approx(expected["losses"], rel=1e-3)
 
 
+def test_own_products_of_gathered_inputs_make_tp_equal() -> None:
+    """What q, k and v share is cast behind the gather, on every rank."""
+    dims, nodes = MESHES["tp2, compile"]
+    own = {"quant": node(ROWWISE, product="own")}
+    expected = one_process(own)
+    ranks = run_ranks(on_mesh, 2, dims, {**own, **nodes}, {})
+    assert distance(ranks[0]["grads"], expected["grads"]) < 2e-2
+    assert summed(ranks, dims) == pytest.approx(expected["losses"], rel=1e-3)
+
+
 def test_one_scale_a_tensor_differs_by_its_shard() -> None:
     """A scale of a shard is never coarser than that of the whole; so the error is of the size of the recipe's own."""
     full, expected = one_process({}), one_process({"quant": node(TENSORWISE)})

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanyaml.kernels.jit import jit, launcher, operator, tl
+from titanyaml.kernels.jit import jit, operator, tl, wrap_triton
 
 TILE_M, TILE_K, WARPS = 128, 64, 4  # the fastest of six on H200 for rowwise scales, 2 % off the fastest for tensorwise
 SMALLEST = 1e-12  # a maximum below it counts as this: no division by zero
@@ -111,7 +111,7 @@ def _largest(x: Tensor) -> Tensor:
     rows, columns = x.shape
     # from some of the numbers, not from zeros: a compiler would make equal zeros once, and copy them for every call
     found = torch.cat((x[:, 0], x[0])).abs().float()
-    launcher(float8_largest_kernel)[_grid(rows, columns)](
+    wrap_triton(float8_largest_kernel)[_grid(rows, columns)](
         x, found, rows, columns, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS
     )
     return found
@@ -123,7 +123,7 @@ def _cast(
     made = _empty(x, largest, dtype, power_of_2, straight, turned)
     rows, columns = x.shape
     unread = (x, x)  # for a copy that is not made
-    launcher(float8_cast_kernel)[_grid(rows, columns)](
+    wrap_triton(float8_cast_kernel)[_grid(rows, columns)](
         x, largest, *(made[:2] if straight else unread), *(made[-2:] if turned else unread), rows, columns,
         TOP=torch.finfo(dtype).max, SMALLEST=SMALLEST, POWER_OF_2=power_of_2, ROWWISE=largest.ndim == 1,
         STRAIGHT=straight, TURNED=turned, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS,
@@ -145,10 +145,6 @@ def _empty(
             made.append(x.new_empty(shape, dtype=dtype))
             made.append(x.new_empty((shape[0] if largest.ndim else 1, 1), dtype=torch.float32))
     return made
-
-
-_largest_operator = operator("titanyaml::float8_largest", _largest, _empty_largest)
-_cast_operator = operator("titanyaml::float8_cast", _cast, _empty)
 
 
 @jit
@@ -215,3 +211,8 @@ def float8_cast_kernel(
             tl.store(turned_ptr + turned_place, tl.trans(turned), mask=turned_inside)
             if first:
                 tl.store(turned_inverse_ptr, tl.div_rn(1.0, scale))
+
+
+# behind the kernels, whose source is a part of what compiled code is cached by
+_largest_operator = operator("titanyaml::float8_largest", _largest, _empty_largest)
+_cast_operator = operator("titanyaml::float8_cast", _cast, _empty)

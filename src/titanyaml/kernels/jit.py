@@ -26,7 +26,7 @@ def operator(name: str, run: Callable[..., Any], empty: Callable[..., Any]) -> A
     """An operator of Triton kernels: torch.compile sees the launches, plans their memory and calls no Python.
 
     Args:
-        name: with namespace. run: allocates and launches, by ``launcher``; annotated, changes no argument.
+        name: with namespace. run: allocates and launches, by ``wrap_triton``; annotated, changes no argument.
         empty: what ``run`` returns, unfilled: for tracing where the kernels are no Triton programs (the interpreter).
     """
     if triton is not None and not triton.knobs.runtime.interpret:
@@ -36,8 +36,8 @@ def operator(name: str, run: Callable[..., Any], empty: Callable[..., Any]) -> A
     return opaque
 
 
-def launcher(kernel: Any) -> Any:
-    """The kernel as the ``run`` of an ``operator`` launches it."""
+def wrap_triton(kernel: Any) -> Any:
+    """The kernel as the ``run`` of an ``operator`` launches it. torch looks for this name in the source of ``run``."""
     return kernel if triton.knobs.runtime.interpret else torch.library.wrap_triton(kernel)
 
 
