@@ -31,6 +31,7 @@ from titanyaml.dist import compat
 from titanyaml.dist.tensor import TensorGroup, local, own_rows
 from titanyaml.errors import DataError
 from titanyaml.kernels.cross_entropy import cross_entropy_
+from titanyaml.kernels.scale import scaled
 
 #: Label of a position that has no target.
 IGNORE_INDEX = -100
@@ -90,22 +91,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             group_name, rank, size, fused,
         )
         ctx.save_for_backward(*gradients)
+        ctx.fused = fused
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         # out of place: a second backward through a retained graph finds the same gradients
-        scaled = [_scaled(grad, grad_loss) if needed else None for grad, needed in zip(
+        gradients = [scaled(grad, grad_loss, fused=ctx.fused) if needed else None for grad, needed in zip(
             ctx.saved_tensors, ctx.needs_input_grad, strict=False
         )]
-        return *scaled, *(None,) * 9
-
-
-def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """Times a 0-dim factor in the wider of their dtypes, rounded to grad's."""
-    # with one dimension it takes part in type promotion; with none, a device would round it to grad's dtype first
-    return torch.mul(grad, factor.reshape(1), out=torch.empty_like(grad))
+        return *gradients, *(None,) * 9
 
 
 def chunked_cross_entropy(
