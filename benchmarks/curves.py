@@ -31,7 +31,7 @@ WINDOW, JUDGED_FROM = 50, 101
 MODEL = [
     "model=llama3_debug", "model.dim=768", "model.num_layers=12", "model.num_heads=12", "model.num_kv_heads=4",
     "model.ffn_dim=2560", "model.vocab_size=8192", "model.max_seq_len=1024", "tokenizer=sentencepiece",
-    "tokenizer.vocab_size=8192", "data=files", "train.seq_len=1024", "train.local_batch=16",
+    "tokenizer.vocab_size=8192", "data=files", "train.seq_len=1024", "train.local_batch=8",
 ]
 LOOP = ["optim.lr=6e-4", "validation.interval=0", "validation.batches=24",
         "checkpoint=none", "tracker=none", "parallel=single", "train.log_every=1"]
