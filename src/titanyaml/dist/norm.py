@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ _Place = tuple[DeviceMesh | None, tuple[int, ...]]
 @torch.no_grad()
 def grad_norm(
     tensors: Iterable[Tensor], *, grads: Mapping[nn.Parameter, Tensor] | None = None, norm_type: float = 2.0,
-    stages: dist.ProcessGroup | None = None,
+    stages: dist.ProcessGroup | None = None, square_sum: Callable[[Sequence[Tensor]], Tensor] | None = None,
 ) -> Tensor:
     """Norm of all gradients as one vector.
 
@@ -37,6 +37,7 @@ def grad_norm(
         norm_type: 2.0, or ``inf`` for the largest absolute value (a NaN then counts as infinite, because a maximum
             over ranks may lose it).
         stages: ranks that hold other parameters each (pipeline stages), over which is summed at the end.
+        square_sum: sums the squares of this rank's tensors, in place of PyTorch's operators (not in float64).
 
     Returns:
         0-dim, float64 if any gradient is, else float32; bit-equal on all ranks of a mesh and of ``stages``. 0 without
@@ -52,7 +53,11 @@ def grad_norm(
         dtype = torch.float64 if local.dtype == torch.float64 else dtype
     total = torch.zeros((), dtype=torch.float64, device=device)
     for place, locals_ in places.items():
-        part = _reduce(_local_norm(locals_, norm_type, dtype, device), place, norm_type)
+        if square_sum is not None and norm_type == 2.0 and dtype != torch.float64:
+            own = square_sum(locals_).sqrt()
+        else:
+            own = _local_norm(locals_, norm_type, dtype, device)
+        part = _reduce(own, place, norm_type)
         total = torch.maximum(total, part) if norm_type != 2.0 else torch.hypot(total, part)
     if stages is not None:
         total = _over([stages], total, norm_type)
@@ -91,7 +96,8 @@ def _locate(grad: Tensor) -> tuple[_Place, Tensor]:
         grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
     mesh = grad.device_mesh
     axes = tuple(i for i, p in enumerate(grad.placements) if not p.is_replicate() and mesh.size(i) > 1)
-    return (mesh, axes), grad.to_local()
+    # of a sum under way: a kernel of ours reads memory, and nothing waits by itself
+    return (mesh, axes), getattr(local := grad.to_local(), "wait", lambda: local)()
 
 
 def _local_norm(shards: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -205,7 +205,7 @@ def loss_function(config: Config, ctx: Context) -> CrossEntropy:
 
 
 def fused_optimizer(config: Config, ctx: Context) -> bool:
-    """Whether the optimizer's kernel may run: where the weights are."""
+    """Whether the kernels of update and gradient norm may run: where the weights are."""
     return ctx.kernels.fused and not config.parallel.fsdp_cpu_offload
 
 
@@ -217,6 +217,7 @@ def kernels(config: Config, ctx: Context, optimizer: Optimizer) -> dict[str, str
         "why": choice.reason,
         "cross_entropy": f"{'fused' if loss.fused else 'torch'}, {loss.chunk_tokens} tokens a chunk{sharded}",
         config.optim.name: optimizer.runs(),
+        "gradient norm": "fused" if fused_optimizer(config, ctx) else "torch",
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -49,11 +49,13 @@ class TrainStep:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, *, loss_fn: CrossEntropy, max_norm: float | None,
         documents: bool, env: Env, adds_loss: bool = True, routing: Routing | None = None,
+        square_sum: Callable[[Sequence[Tensor]], Tensor] | None = None,
     ) -> None:
-        """``adds_loss``: whether this rank's loss is added up (``ParallelDims.adds_loss``); ``routing``: or None."""
+        """``adds_loss``: whether this rank's loss is added up (``ParallelDims.adds_loss``); ``routing``: or None;
+        ``square_sum``: see ``norm.grad_norm``."""
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.max_norm, self.documents, self.env, self.adds_loss = max_norm, documents, env, adds_loss
-        self.routing = routing
+        self.routing, self.square_sum = routing, square_sum
 
     def __call__(self, batches: Sequence[Batch], *, tokens: int, lr: float) -> StepResult:
         """Train on this rank's microbatches.
@@ -71,9 +73,9 @@ class TrainStep:
         grads = self.optimizer.grads()
         if isinstance(self.model, Staged):
             counted = self.model.settle(dict(zip(self.optimizer.names, grads, strict=True)))
-            grad_norm = norm.grad_norm(counted, stages=self.model.group)
+            grad_norm = norm.grad_norm(counted, stages=self.model.group, square_sum=self.square_sum)
         else:
-            grad_norm = norm.grad_norm(grads)
+            grad_norm = norm.grad_norm(grads, square_sum=self.square_sum)
         [total] = comm.sum_scalars([float(loss_sum) if self.adds_loss else 0.0], self.env)
         result = StepResult(loss=total / max(tokens, 1), grad_norm=float(grad_norm), tokens=tokens)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):

@@ -15,6 +15,7 @@ from titanyaml.data.loader import Batches
 from titanyaml.dist import agree, comm, rng, signals
 from titanyaml.dist.env import Env, set_timeout
 from titanyaml.errors import NonFiniteError, Preempted
+from titanyaml.kernels.square_sum import square_sum
 from titanyaml.models.moe import expert_biases
 from titanyaml.optim.schedule import lr_at
 from titanyaml.pipeline import resolve as pipeline
@@ -79,6 +80,7 @@ class Trainer:
             max_norm=config.train.max_norm, documents=config.model.document_mask, env=env,
             adds_loss=dims.adds_loss(self.built.context.mesh),
             routing=routing or None,
+            square_sum=square_sum if setup.fused_optimizer(config, self.built.context) else None,
         )
         self.checkpointer = setup.checkpointer(config, run, env)
         self.step, data_state = self._restore()

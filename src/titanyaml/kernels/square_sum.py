@@ -1,0 +1,46 @@
+"""The sum of the squares of many tensors in one read of each.
+
+PyTorch's multi-tensor norm reads 2.3 TB/s of bfloat16 gradients on an H200, where a copy moves 4.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from titanyaml.kernels.jit import jit, tl
+
+BLOCK, BLOCKS, WARPS = 8192, 8, 8
+
+
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """0-dim, float64: parts of 65,536 squares are summed in float32, the parts in float64, always in the same order.
+
+    Args:
+        tensors: on one device, bfloat16, float16 or float32; one that is not contiguous is copied.
+    """
+    parts = [-(-t.numel() // (BLOCK * BLOCKS)) for t in tensors]
+    sums = torch.empty(sum(parts), dtype=torch.float32, device=tensors[0].device)
+    for tensor, own in zip(tensors, sums.split(parts), strict=True):
+        if n := tensor.numel():
+            square_sum_kernel[(len(own),)](tensor.contiguous(), own, n, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=WARPS)
+    return sums.sum(dtype=torch.float64)
+
+
+def reference(tensors: Sequence[Tensor]) -> Tensor:
+    """``square_sum`` in plain PyTorch, all in float64."""
+    return torch.stack([t.double().square().sum() for t in tensors]).sum()
+
+
+@jit
+def square_sum_kernel(x_ptr, sums_ptr, n, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """One program a part."""
+    part = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
+    total = tl.zeros([BLOCK], tl.float32)
+    for index in range(BLOCKS):
+        place = part + index * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + place, mask=place < n, other=0.0).to(tl.float32)
+        total += x * x
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(total, 0))
