@@ -61,13 +61,15 @@ class ActivationCheckpointing:
         every: for ``selective_layer``.
         budget: for ``memory_budget``, kept bytes as a share of what the graph would keep without recomputation; 0 is
             as ``full``.
+        memory_gib: key of the same group by which ``auto`` is replaced by one of these modes before the pipeline is
+            built (``runner/recompute.py``).
 
     Random numbers drawn inside a block (dropout, noise) are the same when it is recomputed.
     """
 
     stage = "ac"
 
-    def __init__(self, *, mode: str, every: int = 2, budget: float = 0.8) -> None:
+    def __init__(self, *, mode: str, every: int = 2, budget: float = 0.8, memory_gib: float | None = None) -> None:
         self.mode, self.every, self.budget = mode, every, budget
         self.wrapped: dict[str, Checkpointed] = {}
 

@@ -56,6 +56,8 @@ def bench(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     finally:
         trainer.close()
     result |= {"kernels": kernels, "ceilings": measured.record(), "environment": environment(env)}
+    if trainer.recompute is not None:
+        result["ac"] = trainer.recompute.record()
     if env.is_main:
         atomic_write(run.path / "bench.json", json.dumps(result, indent=1) + "\n")
         report = run.path / bench_report.file_name(result, entity=config.runner.entity)

@@ -19,7 +19,7 @@ from titanyaml.models.moe import expert_biases
 from titanyaml.optim.schedule import lr_at
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.rundir import RunDir
-from titanyaml.runner import honesty, report, setup
+from titanyaml.runner import honesty, recompute, report, setup
 from titanyaml.runner.evaluate import mean_loss
 from titanyaml.runner.meter import Meter
 from titanyaml.runner.profiler import Profiler
@@ -50,9 +50,13 @@ class Trainer:
     """Everything one run holds; ``fit`` is the loop."""
 
     def __init__(self, config: Config, run: RunDir, env: Env) -> None:
-        self.config, self.run, self.env = config, run, env
+        self.run, self.env = run, env
         self.last: dict[str, Any] = {}
         self.told = False  # whether plan and measurement were compared
+        asked = config  # what checkpoints and records are known by
+        config, self.recompute = recompute.settle(config, env)
+        recompute.tell(self.recompute, run, env)
+        self.config = config
         setup.set_determinism(config)
         tokenizer = setup.build_tokenizer(config, env)
         train_data = setup.build_data(config, env, tokenizer, split="train")
@@ -80,7 +84,7 @@ class Trainer:
             adds_loss=dims.adds_loss(self.built.context.mesh),
             routing=routing or None,
         )
-        self.checkpointer = setup.checkpointer(config, run, env)
+        self.checkpointer = setup.checkpointer(asked, run, env)
         self.step, data_state = self._restore()
         self._check_ranks()
         self.batches = Batches(
