@@ -98,6 +98,18 @@ class Compile(PluginNode):
         choices=["all_gather", "reduce_scatter"],
         when=("async_tp", [True]),
     )
+    loss: bool = key(
+        False, "compile what torch computes between the products of a chunk of the loss, where no Triton kernel does",
+        when=("mode", ["auto", "block", "model"]),
+    )
+    optimizer: bool = key(
+        False, "compile clipping, update and publication of a weight into one graph, where no Triton kernel does that",
+        when=("mode", ["auto", "block", "model"]),
+    )
+    cuda_graphs: bool = key(
+        False, "replay compiled blocks as CUDA graphs: the host launches one thing a block; for one GPU",
+        when=("mode", ["auto", "block"]),
+    )
     cache_dir: str = key(
         "${oc.env:TITANYAML_CACHE,.cache/titanyaml}/compile",
         "folder of compiled kernels, kept between runs; TORCHINDUCTOR_CACHE_DIR in the environment goes first",

@@ -201,7 +201,8 @@ def loss_function(config: Config, ctx: Context) -> CrossEntropy:
     over the head's float32 gradient.
     """
     fused = ctx.kernels.fused and ctx.dims.tp == 1
-    return CrossEntropy(chunk_tokens=config.loss.chunk_tokens or (4096 if fused else 1024), fused=fused)
+    return CrossEntropy(chunk_tokens=config.loss.chunk_tokens or (4096 if fused else 1024), fused=fused,
+                        compiled=config.compile.backend if config.compile.loss else "")
 
 
 def fused_optimizer(config: Config, ctx: Context) -> bool:
@@ -215,7 +216,7 @@ def kernels(config: Config, ctx: Context, optimizer: Optimizer) -> dict[str, str
     sharded = "; tp ranks share the head's rows" if choice.fused and not loss.fused else ""
     return {
         "why": choice.reason,
-        "cross_entropy": f"{'fused' if loss.fused else 'torch'}, {loss.chunk_tokens} tokens a chunk{sharded}",
+        "cross_entropy": f"{loss.runs()}, {loss.chunk_tokens} tokens a chunk{sharded}",
         config.optim.name: optimizer.runs(),
     }
 

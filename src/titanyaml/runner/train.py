@@ -73,6 +73,7 @@ class Trainer:
             device=setup.storage(config, env), elsewhere=getattr(self.built.model, "elsewhere", None),
             fused=setup.fused_optimizer(config, self.built.context),
             one_backward=self.built.context.accumulation == 1 and dims.pp == 1,
+            compiled=config.compile.backend if config.compile.optimizer else "",
         )
         moe = config.model.moe
         routing = moe.num_experts and Routing(
