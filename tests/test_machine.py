@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,10 @@ def test_git_state_is_that_of_the_working_directory(tmp_path: Path, monkeypatch:
     (tmp_path / "x").write_text("2")
     git = machine.describe()["git"]
     assert git["dirty"] is True and len(git["commit"]) == 40
+
+
+def test_the_age_of_a_process() -> None:
+    code = "import time; from titanyaml import machine; time.sleep(0.5); print(machine.process_age_s())"
+    begun = time.monotonic()
+    age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert 0.5 <= age <= time.monotonic() - begun + 0.05

@@ -7,6 +7,7 @@ import platform
 import shutil
 import socket
 import subprocess
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ def _nvidia_smi() -> list[str]:
         return []
     lines = answer.stdout.splitlines() if answer.returncode == 0 else []
     return [line.partition(": ")[2].partition(" (UUID")[0] for line in lines if line.startswith("GPU ")]
+
+
+def process_age_s() -> float:
+    """Seconds since this process began; where the system does not tell, the processor time that it has used."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22: since boot
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return time.process_time()
+    return max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def cores() -> int:

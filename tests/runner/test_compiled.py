@@ -39,4 +39,7 @@ def test_loss_and_optimizer_are_compiled(compose, tmp_path: Path) -> None:
     assert record["verified"]["summary"] == ("2 graphs compiled, 0 graph breaks; 1 of them for compile.loss; "
                                              "1 of them for compile.optimizer")
     [event] = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    startup = run.status()["startup_s"]
+    assert list(startup) == ["total", "import", "data", "build", "materialise", "other", "first_step"]
+    assert startup["total"] == pytest.approx(sum(startup.values()) / 2) and min(startup.values()) > 0
     assert event["cross_entropy"] == "compiled, 16 tokens a chunk" and event["adamw"] == "compiled"
