@@ -8,11 +8,13 @@ from torch import Tensor
 
 from tests.optim.test_adamw import LRS, SPEC, Toy, batch, masters_of
 from titanyaml.dist import compat_compile
+from titanyaml.kernels.master import split_off
 from titanyaml.optim import build, compiled
 from titanyaml.optim.compiled import CompiledAdamW
 
 #: backend, dtype of the model, of the masters, whether the gradient is read as autograd leaves it, graphs.
-CASES = [("aot_eager", torch.float64, None, False, 1), ("aot_eager", torch.bfloat16, torch.float32, False, 1),
+CASES = [("aot_eager", torch.float64, None, False, 1), ("aot_eager", torch.bfloat16, torch.int16, False, 1),
+         ("aot_eager", torch.bfloat16, torch.float32, False, 1),
          ("aot_eager", torch.bfloat16, torch.float32, True, 1)]
 
 
@@ -24,9 +26,13 @@ def test_updates_as_eager(backend: str, dtype: torch.dtype, master: torch.dtype 
     for model, how in zip(models, (backend, ""), strict=True):
         named = dict(model.named_parameters())
         masters = {} if master is None else masters_of(model)
+        if master == torch.int16:  # split: the remainder
+            masters = {key: split_off(value, named[key]) for key, value in masters.items()}
+        else:
+            for key, value in masters.items():
+                named[key].data.copy_(value)
         optimizers.append(build(SPEC, named, masters=masters, device="cpu", one_backward=one and bool(how),
                                 compiled=how))
-        optimizers[-1].publish()
     ours, theirs = optimizers
     assert isinstance(ours, CompiledAdamW) and ours.runs().startswith("compiled")
     clip = torch.tensor(0.7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)

@@ -33,7 +33,7 @@ def chosen(config) -> planned.Choice:
 
 
 @pytest.mark.parametrize(("gib", "wanted"), [
-    (None, "none"), (91, "none"), (90, "memory_budget"), (72, "selective_op"), (58, "full"),
+    (None, "none"), (91, "none"), (84, "memory_budget"), (72, "selective_op"), (58, "full"),
 ])
 def test_the_less_memory_the_more_is_recomputed(configure, gib, wanted) -> None:
     config = configure(*RUN, *([] if gib is None else [f"ac.memory_gib={gib}"]))
