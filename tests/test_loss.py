@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ranks import run_ranks
+from titanyaml.dist import compat_compile
 from titanyaml.errors import DataError
-from titanyaml.loss import IGNORE_INDEX, CrossEntropy, _HeadGradient, chunked_cross_entropy
+from titanyaml.loss import IGNORE_INDEX, CrossEntropy, _HeadGradient, chunk_loss, chunked_cross_entropy
 
 VOCAB, DIM = 53, 16
 ALONE = ("", 0, 1)  # the operator's arguments for a weight that is whole
@@ -45,6 +46,24 @@ def test_equals_plain_cross_entropy_for_any_chunk(chunk_tokens: int, dtype: torc
     got = torch.autograd.grad(loss * scale, (hidden, weight))
     for ours, theirs in zip(got, torch.autograd.grad(wanted * scale, (hidden, weight)), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", torch.float64), ("aot_eager", torch.bfloat16),
+                                                ("inductor", torch.float32)], ids=str)
+def test_compiled_equals_eager(backend: str, dtype: torch.dtype) -> None:
+    """21 tokens in chunks of 8: two shapes, a graph each, and one more where no gradient is needed."""
+    torch._dynamo.reset()
+    hidden, weight, labels = inputs(dtype)
+    results = []
+    for compiled in ("", backend):
+        loss = CrossEntropy(8, compiled=compiled)(hidden, weight, labels)
+        results.append((loss, *torch.autograd.grad(loss * 0.37, (hidden, weight))))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert compat_compile.graphs_of(chunk_loss) == 2
+    with torch.no_grad():
+        torch.testing.assert_close(CrossEntropy(21, compiled=backend)(hidden, weight, labels), loss)
+    assert compat_compile.graphs_of(chunk_loss) == 3
 
 
 def test_gradcheck() -> None:
@@ -222,27 +241,29 @@ def test_bf16_on_cuda_neither_rounds_logits_nor_stalls() -> None:
         assert error < 5e-3
 
 
-def sharded(rank: int, chunk_tokens: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def sharded(rank: int, chunk_tokens: int, scale: float, compiled: str) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, this rank's summand of the hidden states' gradient, and the whole gradient of the sharded weight."""
     hidden, weight, labels = inputs(torch.float64, vocab=54)
     weight = (weight.detach() * scale).requires_grad_()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     shards = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
-    loss = CrossEntropy(chunk_tokens)(hidden, shards, labels)
+    loss = CrossEntropy(chunk_tokens, compiled=compiled)(hidden, shards, labels)
     loss.backward()
     with torch.no_grad():
         assert torch.equal(CrossEntropy(chunk_tokens)(hidden, shards, labels), loss)
     return loss.detach(), hidden.grad, shards.grad.full_tensor()
 
 
-@pytest.mark.parametrize(("ranks", "chunk_tokens", "scale"), [(2, 4, 1.0), (3, 1000, 1.0), (2, 7, 300.0)])
-def test_rows_of_the_vocabulary_on_several_ranks(ranks: int, chunk_tokens: int, scale: float) -> None:
+@pytest.mark.parametrize(("ranks", "chunk_tokens", "scale", "compiled"), [
+    (2, 4, 1.0, ""), (3, 1000, 1.0, ""), (2, 7, 300.0, ""), (2, 7, 300.0, "aot_eager"),
+])
+def test_rows_of_the_vocabulary_on_several_ranks(ranks: int, chunk_tokens: int, scale: float, compiled: str) -> None:
     """With logits of thousands (scale 300) only a maximum over all ranks keeps the sum finite."""
     hidden, weight, labels = inputs(torch.float64, vocab=54)
     weight = (weight.detach() * scale).requires_grad_()
     wanted = plain(hidden, weight, labels)
     wanted.backward()
-    losses, hidden_grads, weight_grads = zip(*run_ranks(sharded, ranks, chunk_tokens, scale), strict=True)
+    losses, hidden_grads, weight_grads = zip(*run_ranks(sharded, ranks, chunk_tokens, scale, compiled), strict=True)
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     torch.testing.assert_close(losses[0], wanted.detach(), rtol=1e-13, atol=0)
     torch.testing.assert_close(sum(hidden_grads), hidden.grad, rtol=1e-12, atol=1e-12)

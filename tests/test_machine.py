@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from titanyaml import machine
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose nvidia-smi lists two devices."""
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-a)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-b)'\n")
+    listed = "GPU 0: NVIDIA H200 (UUID: GPU-a)\\nGPU 1: NVIDIA H200 (UUID: GPU-b)\\n"
+    program.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\nprintf '{listed}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -29,6 +32,11 @@ def test_gpus_are_those_that_cuda_would_show(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert len(machine.gpus()) == count
+
+
+def test_the_driver_is_asked_once(two_gpus: None, tmp_path: Path) -> None:
+    assert machine.gpus() == machine.gpus() == ["NVIDIA H200", "NVIDIA H200"]
+    assert (tmp_path / "asked").read_text() == "asked\n"
 
 
 def test_a_machine_without_gpus_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -58,3 +66,10 @@ def test_git_state_is_that_of_the_working_directory(tmp_path: Path, monkeypatch:
     (tmp_path / "x").write_text("2")
     git = machine.describe()["git"]
     assert git["dirty"] is True and len(git["commit"]) == 40
+
+
+def test_the_age_of_a_process() -> None:
+    code = "import time; from titanyaml import machine; time.sleep(0.5); print(machine.process_age_s())"
+    begun = time.monotonic()
+    age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert 0.5 <= age <= time.monotonic() - begun + 0.05

@@ -18,8 +18,10 @@ chunk, D model width, V vocabulary, or this rank's rows of it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,9 +29,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanyaml.dist import compat
+from titanyaml.dist import compat, compat_compile
 from titanyaml.dist.tensor import TensorGroup, local, own_rows
-from titanyaml.errors import DataError
+from titanyaml.errors import DataError, TitanError
 from titanyaml.kernels.cross_entropy import cross_entropy_
 from titanyaml.kernels.scale import scaled
 
@@ -45,12 +47,14 @@ class CrossEntropy:
 
     Args:
         chunk_tokens: tokens whose logits exist at one time. ignore_index: label of positions without a target.
-        fused: use the Triton kernel where the head's weight is whole.
+        fused: use the Triton kernel where the head's weight is whole. compiled: else, the backend of torch.compile that
+            makes a graph of what comes between the products; "": none does.
     """
 
     chunk_tokens: int
     ignore_index: int = IGNORE_INDEX
     fused: bool = False
+    compiled: str = ""
 
     def __call__(self, hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor) -> Tensor:
         """Project, normalise, sum.
@@ -76,8 +80,12 @@ class CrossEntropy:
             hidden_BSD.flatten(0, -2), local(weight_VD), labels_BS.flatten(), self.chunk_tokens, self.ignore_index,
             torch.is_grad_enabled() and hidden_BSD.requires_grad,
             torch.is_grad_enabled() and weight_VD.requires_grad,
-            group.name, group.rank, group.size, self.fused and not group.name,
+            group.name, group.rank, group.size, self.fused and not group.name, self.compiled,
         )
+
+    def runs(self) -> str:
+        """What computes it, for the log."""
+        return "fused" if self.fused else "compiled" if self.compiled else "torch"
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -85,10 +93,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
         hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, fused: bool,
+        compiled: str,
     ) -> Tensor:
         loss, *gradients = _operator(
             hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, hidden_needs_grad, weight_needs_grad,
-            group_name, rank, size, fused,
+            group_name, rank, size, fused, compiled,
         )
         ctx.save_for_backward(*gradients)
         ctx.fused = fused
@@ -101,18 +110,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         gradients = [scaled(grad, grad_loss, fused=ctx.fused) if needed else None for grad, needed in zip(
             ctx.saved_tensors, ctx.needs_input_grad, strict=False
         )]
-        return *gradients, *(None,) * 9
+        return *gradients, *(None,) * 10
 
 
 def chunked_cross_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
     hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, fused: bool = False,
+    compiled: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients of its sum in one pass over chunks of tokens.
 
     Args:
         group_name: process group over whose ``size`` ranks the weight's rows lie; "" where they are all here.
         fused: use the Triton kernel: for a weight that is whole, and not in float64.
+        compiled: backend of torch.compile for ``chunk_loss``; "": eager.
 
     Returns:
         The 0-dim sum; its gradients by hidden_ND and by weight_VD, each in their dtype. A gradient that is not needed
@@ -131,30 +142,32 @@ def chunked_cross_entropy(
     else:
         group = TensorGroup(group_name, rank, size)
         loss = _plain(hidden_ND, weight_VD, labels_N.where(valid_N, 0), valid_N, chunk_tokens, group, grad_hidden_ND,
-                      head)
+                      head, compiled)
     grad_weight_VD = weight_VD.new_empty(0) if head is None else head.rounded()
     return loss, hidden_ND.new_empty(0) if grad_hidden_ND is None else grad_hidden_ND, grad_weight_VD
 
 
 def _plain(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N: Tensor, chunk_tokens: int, group: TensorGroup,
-    grad_hidden_ND: Tensor | None, head: _HeadGradient | None,
+    grad_hidden_ND: Tensor | None, head: _HeadGradient | None, compiled: str,
 ) -> Tensor:
     """The sum; gradients go into what there is for them. labels_N: 0 where not valid."""
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     labels_N, mine_N = own_rows(labels_N, rows=weight_VD.shape[0], rank=group.rank, size=group.size)
     loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
+    dtype = hidden_ND.dtype if grad_hidden_ND is not None or head is not None else None
+    of_chunk = _compiled(compiled) if compiled else chunk_loss
     for start in range(0, hidden_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         hidden_CD, labels_C1, valid_C1, mine_C1 = (
             hidden_ND[rows], labels_N[rows, None], valid_N[rows, None], mine_N[rows, None]
         )
-        log_probs_CV = _log_probs(_logits(hidden_CD, weight_VD, dtype=wide), group_name=group.name)
-        label_log_probs_C1 = log_probs_CV.gather(1, labels_C1)
-        loss -= label_log_probs_C1.where(valid_C1 & mine_C1, 0).sum()
-        if grad_hidden_ND is None and head is None:
+        part, grad_CV = of_chunk(
+            _logits(hidden_CD, weight_VD, dtype=wide), labels_C1, valid_C1, mine_C1, group.name, dtype
+        )
+        loss += part
+        if grad_CV is None:
             continue
-        grad_CV = _logit_gradient(log_probs_CV, labels_C1, label_log_probs_C1, mine_C1, dtype=hidden_ND.dtype)
         # ignored tokens are zeroed where rows are D wide, not V
         if grad_hidden_ND is not None:
             torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows]).mul_(valid_C1)
@@ -162,6 +175,33 @@ def _plain(
             head.add(grad_CV, hidden_CD * valid_C1)
     # each label was counted where its row is
     return compat.all_reduce(loss, "sum", group.name) if group.name else loss
+
+
+def chunk_loss(
+    logits_CV: Tensor, labels_C1: Tensor, valid_C1: Tensor, mine_C1: Tensor, group_name: str, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """Between the products of a chunk: the sum of its losses, and their gradients by the logits in ``dtype``.
+
+    Args:
+        logits_CV: of this rank's rows, wide; may be overwritten. labels_C1: indices of these rows. valid_C1: the token
+            counts. mine_C1: its label is among these rows. dtype: None: no gradient is needed.
+    """
+    log_probs_CV = _log_probs(logits_CV, group_name=group_name)
+    del logits_CV  # the caller's only reference: three tensors of this size need not be alive together
+    label_log_probs_C1 = log_probs_CV.gather(1, labels_C1)
+    loss = -label_log_probs_C1.where(valid_C1 & mine_C1, 0).sum()
+    if dtype is None:
+        return loss, None
+    return loss, _logit_gradient(log_probs_CV, labels_C1, label_log_probs_C1, mine_C1, dtype=dtype)
+
+
+@functools.cache
+def _compiled(backend: str) -> Callable[..., Any]:
+    return compat_compile.compile_function(chunk_loss, backend=backend, dynamic=False, explain=_explain)
+
+
+def _explain(error: Exception) -> NoReturn:
+    raise TitanError(f"the loss cannot be compiled: {error}", key="compile.loss", hint="compile.loss=false")
 
 
 def _fused(
@@ -292,6 +332,7 @@ _operator = torch.library.custom_op("titanyaml::chunked_cross_entropy", chunked_
 def _(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
     hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, fused: bool = False,
+    compiled: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden_ND.new_empty((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
     gradients = ((hidden_ND, hidden_needs_grad), (weight_VD, weight_needs_grad))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
 import socket
 import subprocess
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,14 +42,29 @@ def _proc_nvidia() -> list[str]:
 def _nvidia_smi() -> list[str]:
     # asked first: inside a container /proc may list GPUs of the host that the container does not have
     program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
+    return [] if program is None else list(_listed_by(program))
+
+
+@functools.cache
+def _listed_by(program: str) -> tuple[str, ...]:
+    """The GPUs that ``nvidia-smi -L`` lists. Asked once: rules ask fifteen times, and where no daemon keeps the driver
+    awake each call takes seconds."""
     try:
         answer = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
-        return []
+        return ()
     lines = answer.stdout.splitlines() if answer.returncode == 0 else []
-    return [line.partition(": ")[2].partition(" (UUID")[0] for line in lines if line.startswith("GPU ")]
+    return tuple(line.partition(": ")[2].partition(" (UUID")[0] for line in lines if line.startswith("GPU "))
+
+
+def process_age_s() -> float:
+    """Seconds since this process began; where the system does not tell, the processor time that it has used."""
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22: since boot
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return time.process_time()
+    return max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def cores() -> int:

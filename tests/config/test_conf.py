@@ -22,6 +22,7 @@ EXPERIMENTS = sorted(path.stem for path in (REPO / "experiments").glob("*.yaml")
 #: What an option needs beside itself.
 COMPANIONS = {
     ("ac", "memory_budget"): ["compile=block"],
+    ("ac", "auto"): ["ac.memory_gib=8"],
     ("profile", "memory"): ["profile.kind=trace"],  # needs a GPU
     ("profile", "both"): ["profile.kind=trace"],
     ("data", "files"): ["data.paths=[conf]"],

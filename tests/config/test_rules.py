@@ -25,6 +25,23 @@ CASES = {
     "sequence_fits_model": (["train.seq_len=513"], "is 513, longer than model.max_seq_len=512"),
     "recompute_reaches_a_block": (["ac=selective_layer", "ac.every=5"], "is 5, but the model has 4 blocks"),
     "budget_needs_the_compiler": (["ac=memory_budget", "compile=none"], "compile.mode=none compiles nothing here"),
+    "chosen_recompute_has_a_limit": (["ac=auto"], "is null, and there is no GPU here"),
+    "chosen_recompute_is_planned": (["ac=auto", "ac.memory_gib=8", "model=moe_debug"], "mixtures of experts are not"),
+    "chosen_recompute_has_a_backward": (["ac=auto", "runner=eval", "runner.checkpoint=."], "has no backward pass"),
+    "chosen_recompute_has_its_plugin": (["ac=auto", "++pipeline.plugins.ac._target_=null"], "which would recompute"),
+    "search_chooses_recompute_itself": (["ac=auto", "runner=plan", "hardware=h200", "runner.search=true"],
+                                        "tries every recomputation itself"),
+    "compiled_loss_is_torchs": (["compile.loss=true", "runner=plan", "hardware=h200", "parallel=single"],
+                                "computes the loss by a Triton kernel"),
+    "compiled_optimizer_is_torchs": (["compile.optimizer=true", "kernels=fused", "runner=check"],
+                                     "updates by a Triton kernel here"),
+    "cuda_graphs_have_one_rank": (["compile.cuda_graphs=true", "parallel=fsdp2", "launch.nproc=2"],
+                                  "is true on 2 ranks"),
+    "cuda_graphs_have_a_gpu": (["compile.cuda_graphs=true"], "there is no GPU here"),
+    "cuda_graphs_are_inductors": (["compile.cuda_graphs=true", "compile.backend=aot_eager"],
+                                  "is aot_eager, which does not know"),
+    "cuda_graphs_are_of_training": (["compile.cuda_graphs=true", "runner=eval", "runner.checkpoint=."],
+                                    "runs too few equal steps"),
     "degrees_are_sizes": (["parallel=single", "parallel.dp_shard=0"], "is 0"),
     "tensor_ranks_split_something": (["parallel=tp2", "++pipeline.plugins.tp._target_=null"],
                                      "is off, but 2 ranks are to share every matrix"),
@@ -311,6 +328,17 @@ def test_async_tp_is_compiled_where_a_gpu_is_or_a_mode_is_given(ask, monkeypatch
     assert ask("async_tp_is_compiled", [*overrides, "compile=none"]).message.startswith("is none; async tensor")
     monkeypatch.setattr(machine, "gpus", lambda: ["0", "1"])
     assert ask("async_tp_is_compiled", overrides) is None
+
+
+@pytest.mark.parametrize(("overrides", "key"), [
+    (["optim=adamw_8bit"], "compile.optimizer"), (["optim.implementation=foreach"], "optim.implementation"),
+])
+def test_a_compiled_update_is_adamws_own(ask, overrides: list[str], key: str) -> None:
+    problem = ask("compiled_optimizer_is_torchs", [*BYTES, "compile.optimizer=true", *overrides])
+    assert problem.key == key
+    for way in problem.hint.split(" or "):
+        more = shlex.split(way)
+        assert ask("compiled_optimizer_is_torchs", [*BYTES, "compile.optimizer=true", *overrides, *more]) is None
 
 
 @pytest.mark.parametrize(("overrides", "hint"), [

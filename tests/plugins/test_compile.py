@@ -13,10 +13,11 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.runtime import cache_dir_utils
 
-from tests.plugins.small import AC, COMPILE, LAYERS, build, context, spec, step
-from titanyaml.dist import compat
+from tests.plugins.small import AC, COMPILE, LAYERS, batch, build, context, spec, step
+from titanyaml.dist import compat_compile
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.errors import PipelineError
+from titanyaml.loss import CrossEntropy
 from titanyaml.pipeline.resolve import resolve, verify
 
 OPERATORS: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
@@ -80,6 +81,13 @@ def test_inductor_equals_eager():
     value, grads = step(built(nodes("block", backend="inductor", ac="full")))
     assert value.item() == pytest.approx(plain.item(), rel=1e-6)
     assert relative(grads, plain_grads) < 1e-5
+    deep = build(nodes("block", backend="inductor", ac="full"), model_spec=spec(num_layers=2 * LAYERS),
+                 param_dtype=torch.float32, compute_dtype=torch.float32, reduce_dtype=torch.float32)
+    torch._dynamo.reset()
+    earlier = compat_compile.compile_counts()
+    step(deep.model)
+    counts = compat_compile.compile_counts() - earlier
+    assert (counts.graphs, counts.built, counts.cached) == (1, 0, 2), "twice as many blocks, and nothing is built anew"
 
 
 @pytest.mark.parametrize(("ac", "products", "attention"), [("none", 0, 0), ("full", 6, 1), ("selective_op", 3, 0)])
@@ -95,7 +103,7 @@ def test_checkpointing_survives_compilation(counting_backend, ac, products, atte
 @pytest.fixture
 def budget():
     yield
-    compat.set_activation_memory_budget(1.0)
+    compat_compile.set_activation_memory_budget(1.0)
 
 
 def test_a_memory_budget_recomputes_more_the_less_it_allows(counting_backend, budget):
@@ -113,7 +121,7 @@ def test_a_memory_budget_recomputes_more_the_less_it_allows(counting_backend, bu
         assert f"a budget of {share:g}" in dict(verify(built.model, built.resolved, built.ctx))["ac"].summary
         products.append(OPERATORS["backward"]["mm"] - 2 * 7)
     assert products == sorted(products) and products[0] == 0 and products[-1] >= 6
-    compat.set_activation_memory_budget(0.5)
+    compat_compile.set_activation_memory_budget(0.5)
     with pytest.raises(PipelineError, match="another budget"):
         verify(built.model, built.resolved, built.ctx)
 
@@ -124,14 +132,14 @@ def test_compiled_kernels_are_kept_where_told(monkeypatch, tmp_path):
         pipeline["compile"]["cache_dir"] = str(folder)
         return build(pipeline).changes["compile"].summary
 
-    monkeypatch.setenv(compat.CACHE_VARIABLE, str(tmp_path / "mine"))  # restored afterwards
+    monkeypatch.setenv(compat_compile.CACHE_VARIABLE, str(tmp_path / "mine"))  # restored afterwards
     assert summary(tmp_path / "theirs").endswith(f"; cold cache {tmp_path / 'mine'}"), "the environment goes first"
-    monkeypatch.delenv(compat.CACHE_VARIABLE)
+    monkeypatch.delenv(compat_compile.CACHE_VARIABLE)
     assert summary(tmp_path / "x", backend="aot_eager").endswith("in the first step")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "kernel").touch()
     assert summary(tmp_path / "x").endswith(f"; warm cache {tmp_path / 'x'}")
-    assert cache_dir_utils.cache_dir() == os.environ[compat.CACHE_VARIABLE] == str(tmp_path / "x")
+    assert cache_dir_utils.cache_dir() == os.environ[compat_compile.CACHE_VARIABLE] == str(tmp_path / "x")
 
 
 def test_names_stay_and_the_change_names_the_blocks():
@@ -167,6 +175,20 @@ def test_bad_arguments_are_problems():
         assert problem.key == key and words in problem.message
 
 
+def test_only_the_loss_where_auto_compiles_no_block():
+    built = build({"compile": {**COMPILE, "mode": "auto", "loss": True}})
+    assert built.changes["compile"].summary == "the loss will be compiled by aot_eager in the first step"
+    step(built.model)  # by the eager loss
+    with pytest.raises(PipelineError) as error:
+        verify(built.model, built.resolved, built.ctx)
+    [problem] = error.value.problems
+    assert problem.key == "compile.loss" and "nothing was compiled" in problem.message
+    tokens_BS, labels_BS = batch(2)
+    built.model(tokens_BS, labels_BS=labels_BS, loss_fn=CrossEntropy(chunk_tokens=8, compiled="aot_eager")).backward()
+    summary = dict(verify(built.model, built.resolved, built.ctx))["compile"].summary
+    assert summary == "1 graph compiled, 0 graph breaks; 1 of them for compile.loss"
+
+
 def test_nothing_compiled_is_an_error():
     built = build(nodes("block"))
     with torch.compiler.set_stance("force_eager"):
@@ -179,7 +201,7 @@ def test_nothing_compiled_is_an_error():
 def test_a_graph_break_raises_in_the_step(mode):
     built = build(nodes(mode))
     built.model.layers[2].ffn_norm.register_forward_hook(lambda module, args, out: torch._dynamo.graph_break())
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(PipelineError, match=r"breaks at .*test_compile\.py:\d+ \(<lambda>\): Call to"):
         step(built.model)
 
 

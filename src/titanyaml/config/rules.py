@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from titanyaml.config import (
     rules_async_tp,
+    rules_compile,
     rules_context,
     rules_data,
     rules_expert,
@@ -23,6 +24,7 @@ from titanyaml.config import (
     rules_pipeline,
     rules_plan,
     rules_quant,
+    rules_recompute,
     rules_tensor,
 )
 from titanyaml.config.check import inspect
@@ -31,9 +33,9 @@ from titanyaml.config.view import Rule, Unknown, View
 from titanyaml.errors import Problem
 
 RULES: tuple[Rule, ...] = (
-    *rules_model.RULES, *rules_moe.RULES, *rules_mesh.RULES, *rules_tensor.RULES, *rules_async_tp.RULES,
-    *rules_context.RULES, *rules_expert.RULES, *rules_pipeline.RULES, *rules_quant.RULES, *rules_loop.RULES,
-    *rules_measure.RULES, *rules_data.RULES, *rules_plan.RULES,
+    *rules_model.RULES, *rules_recompute.RULES, *rules_compile.RULES, *rules_moe.RULES, *rules_mesh.RULES,
+    *rules_tensor.RULES, *rules_async_tp.RULES, *rules_context.RULES, *rules_expert.RULES, *rules_pipeline.RULES,
+    *rules_quant.RULES, *rules_loop.RULES, *rules_measure.RULES, *rules_data.RULES, *rules_plan.RULES,
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanyaml import machine
 from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
 from titanyaml.errors import Problem
 
@@ -56,22 +55,3 @@ def sequence_fits_model(c: Any) -> Problem | None:
         return None
     return Problem("train.seq_len", f"is {c.train.seq_len}, longer than model.max_seq_len={longest}",
                    allowed=f"1 .. {longest}", hint=f"train.seq_len={longest} or model.max_seq_len={c.train.seq_len}")
-
-
-@rule("ac.mode", "ac.every", "model.num_layers")
-def recompute_reaches_a_block(c: Any) -> Problem | None:
-    if c.ac.mode != "selective_layer" or c.ac.every <= c.model.num_layers:
-        return None
-    return Problem("ac.every", f"is {c.ac.every}, but the model has {c.model.num_layers} blocks: none is recomputed",
-                   allowed=f"1 .. {c.model.num_layers}", hint=f"ac.every={c.model.num_layers} or ac=none")
-
-
-@rule("ac.mode", "compile.mode")
-def budget_needs_the_compiler(c: Any) -> Problem | None:
-    """compile=auto compiles on a GPU only."""
-    compiles = c.compile.mode in ("block", "model") or (c.compile.mode == "auto" and bool(machine.gpus()))
-    if c.ac.mode != "memory_budget" or compiles:
-        return None
-    return Problem("ac.mode", f"is memory_budget, which the compiler keeps, but compile.mode={c.compile.mode} compiles "
-                   "nothing here", allowed="memory_budget with compile=block or compile=model",
-                   hint="compile=block or ac=selective_op")

@@ -68,13 +68,18 @@ class ActivationCheckpointing(PluginNode):
 
     _target_: str | None = key("titanyaml.plugins.ac.ActivationCheckpointing", "class of the transform")
     mode: str = key(
-        "none", "what is recomputed", choices=["none", "full", "selective_op", "selective_layer", "memory_budget"]
+        "none", "what is recomputed; auto: the fastest of the others that is planned to fit into the memory",
+        choices=["none", "full", "selective_op", "selective_layer", "memory_budget", "auto"],
     )
     every: int = key(2, "selective_layer: one block in this many is recomputed", low=1,
                      when=("mode", ["selective_layer"]))
     budget: float = key(
         0.8, "memory_budget: activations that a compiled graph keeps, as a share of all; the rest is recomputed",
         low=0, below=1, when=("mode", ["memory_budget"]),
+    )
+    memory_gib: float | None = key(
+        None, "auto: memory that a rank may reserve (GiB); null: the device's less hardware.reserve_gib and 5 %",
+        above=0, when=("mode", ["auto"]),
     )
 
 
@@ -92,6 +97,18 @@ class Compile(PluginNode):
         "what is overlapped: the gather before a product, the reduce-scatter behind one",
         choices=["all_gather", "reduce_scatter"],
         when=("async_tp", [True]),
+    )
+    loss: bool = key(
+        False, "compile what torch computes between the products of a chunk of the loss, where no Triton kernel does",
+        when=("mode", ["auto", "block", "model"]),
+    )
+    optimizer: bool = key(
+        False, "compile clipping, update and publication of a weight into one graph, where no Triton kernel does that",
+        when=("mode", ["auto", "block", "model"]),
+    )
+    cuda_graphs: bool = key(
+        False, "replay compiled blocks as CUDA graphs: the host launches one thing a block; for one GPU",
+        when=("mode", ["auto", "block"]),
     )
     cache_dir: str = key(
         "${oc.env:TITANYAML_CACHE,.cache/titanyaml}/compile",

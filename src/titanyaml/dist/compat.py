@@ -1,21 +1,19 @@
 """The home of private torch API, so that a new torch release has one file to break.
 
-What only async tensor parallelism uses stands in ``compat_async_tp.py``, which takes seconds to import.
+What compilation uses stands in ``compat_compile.py``, what only async tensor parallelism does in
+``compat_async_tp.py``, which takes seconds to import.
 
 Checked with torch 2.11 to 2.13. A name that a release took away gets a public, slower way where there is one.
 """
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +21,6 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-
-#: Where inductor keeps what it builds.
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -147,115 +142,6 @@ def dump_memory_snapshot(path: Path) -> None:
 def shard_itself(tensor: Tensor) -> Tensor:
     """The tensor object in which a DTensor keeps this rank's shard; ``to_local`` of a parameter gives a view (2.13)."""
     return tensor._local_tensor
-
-
-@dataclass(frozen=True)
-class CompileCounts:
-    """What torch.compile has done in this process: graphs built, and why a graph broke with how often."""
-
-    graphs: int = 0
-    breaks: Counter[str] = field(default_factory=Counter)
-
-    def __sub__(self, earlier: CompileCounts) -> CompileCounts:
-        return CompileCounts(self.graphs - earlier.graphs, self.breaks - earlier.breaks)
-
-
-def compile_counts() -> CompileCounts:
-    """The counts up to now; the difference of two is what happened between them."""
-    from torch._dynamo.utils import counters  # seconds to import, and only needed where something is compiled
-
-    return CompileCounts(counters["stats"]["unique_graphs"], Counter(counters["graph_break"]))
-
-
-def guard_module_hooks() -> None:
-    """Make torch.compile look at the hooks of a module before it reuses a graph.
-
-    By default it does not, and a block that carries a hook is silently run by the graph of one that does not.
-    """
-    import torch._dynamo.config as config
-
-    if hasattr(config, "skip_nnmodule_hook_guards"):
-        config.skip_nnmodule_hook_guards = False
-
-
-def keep_compiled_in(folder: Path) -> Path:
-    """Have inductor keep what it builds in ``folder``, unless ``TORCHINDUCTOR_CACHE_DIR`` names another one.
-
-    Inductor writes its own default into that variable when it is imported, so that being set says nothing.
-
-    Returns:
-        The folder in force.
-    """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
-        os.environ[CACHE_VARIABLE] = str(folder)
-    return Path(os.environ[CACHE_VARIABLE])
-
-
-def compile_whole(module: nn.Module, *, backend: str, on_limit: Callable[[int], NoReturn]) -> None:
-    """``module.compile`` into one static graph; ``on_limit(limit)`` is called when too many shapes have come.
-
-    What torch raises then names neither the module nor its code.
-    """
-    module.compile(backend=backend, fullgraph=True, dynamic=False)
-    compiled = module._compiled_call_impl
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo import config, exc
-
-        try:
-            return compiled(*args, **kwargs)
-        except exc.FailOnRecompileLimitHit:
-            on_limit(config.recompile_limit)
-
-    module._compiled_call_impl = call
-
-
-def set_activation_memory_budget(share: float) -> None:
-    """Let graphs compiled from now on keep this share of the activations that they would keep without recomputation.
-
-    torch has no public name for it. A process-wide setting: one model a process.
-    """
-    import torch._functorch.config as config
-
-    config.activation_memory_budget = share
-
-
-def activation_memory_budget() -> float:
-    """The share in force; 1: no budget."""
-    import torch._functorch.config as config
-
-    return config.activation_memory_budget
-
-
-def mend_saved_rng_states() -> None:
-    """Let a compiled block with recomputation have DTensor parameters (torch 2.13).
-
-    What a compiled forward keeps for its backward is listed as tensors, then other objects, then symbols, and sliced
-    by their counts. The states of recomputed random operators (fused attention counts as one) are put before the
-    symbols, but behind the objects, of which a DTensor's mesh is one: a mesh is then taken for a tensor and refused.
-    """
-    from torch._functorch import partitioners
-
-    original = getattr(partitioners, "functionalize_rng_ops", None)
-    if original is None or not hasattr(partitioners, "is_opaque_node") or hasattr(original, "mended"):
-        return
-
-    def functionalize(joint: Any, forward: Any, backward: Any, num_sym_nodes: int) -> Any:
-        [output] = forward.graph.find_nodes(op="output")
-        objects = sum(partitioners.is_opaque_node(node) for node in output.args[0])
-        forward, backward = original(joint, forward, backward, num_sym_nodes + objects)
-        inputs = backward.graph.find_nodes(op="placeholder")
-        tangent = next(node for node in inputs if node.name.startswith("tangents"))
-        for node in inputs[: inputs.index(tangent)]:
-            if partitioners.is_opaque_node(node):
-                tangent.prepend(node)  # the same order here: states before objects
-        backward.recompile()
-        return forward, backward
-
-    functionalize.mended = True
-    partitioners.functionalize_rng_ops = functionalize
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Give a model on meta its memory and its first values, the same on every mesh.
 
 Every value depends on (seed, parameter name) alone: the whole tensor is drawn from a generator of that name on each
-rank, and a rank keeps its slice. Of stacked experts each has a generator of its own. Whatever nobody initialises stays
-NaN and is reported, never trained on.
+rank, and a rank keeps its slice. Of stacked experts each has a generator of its own. Whatever no rule writes stays NaN
+unless somebody else fills it, and is reported, never trained on.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ def materialise(
     shared = _shared_names(model)
     model.to_empty(device=storage or device)
     _share(model, shared)
-    for _, tensor in _floating(model):
+    for _, tensor in _without_rule(model):
         tensor.fill_(math.nan)
     for module in model.modules():
         if hasattr(module, "init_buffers"):
             module.init_buffers(device, dtype=at_least_float32(param_dtype))
     masters = {}
     for name, parameter in model.named_parameters():
-        value = _initial_value(name, parameter, spec=model.spec, device=device, seed=seed)
-        if value is None:
+        if not _has_rule(name, model.spec):
             continue
+        value = _initial_value(name, parameter, spec=model.spec, device=device, seed=seed)
         # the copy frees a DTensor's shard from the memory of the whole tensor that it may be a view of
         value = value.to(param_dtype, copy=isinstance(value, DTensor))
         parameter.copy_(value)
         if torch.promote_types(parameter.dtype, param_dtype) != parameter.dtype:
             masters[name] = split_off(value, parameter) if split else value
-    _refuse_nan(model)
+    _refuse_nan(list(_without_rule(model)))  # init_buffers may have put others in place
     return masters
 
 
@@ -79,22 +79,21 @@ def initial_std(name: str, spec: Model) -> float | None:
     return spec.init_std if name.endswith(matrices) else None
 
 
-def _initial_value(
-    name: str, parameter: Tensor, *, spec: Model, device: torch.device, seed: int
-) -> Tensor | None:
-    """The float32 value of a parameter, placed as it is; None where no rule knows the name."""
+def _has_rule(name: str, spec: Model) -> bool:
+    """Whether ``_initial_value`` knows the parameter."""
+    return initial_std(name, spec) is not None or name.endswith(("norm.weight", ".bias"))
+
+
+def _initial_value(name: str, parameter: Tensor, *, spec: Model, device: torch.device, seed: int) -> Tensor:
+    """The float32 value of a parameter with a rule, placed as it is."""
     std = initial_std(name, spec)
     if ".experts." in name and std is not None:
         return _stacked_value(name, parameter, std=std, device=device, seed=seed)
     value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
     if std is not None:
         value.normal_(0.0, std, generator=rng.generator(seed, "init", name, device=device))
-    elif name.endswith("norm.weight"):
-        value.fill_(1.0)
-    elif name.endswith(".bias"):
-        value.zero_()
     else:
-        return None
+        value.fill_(1.0 if name.endswith("norm.weight") else 0.0)
     if isinstance(parameter, DTensor):
         # src_data_rank=None: every rank slices its own draw, nothing is sent
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -118,18 +117,18 @@ def _stacked_value(name: str, parameter: Tensor, *, std: float, device: torch.de
     return placed_as(distribute_tensor(value, mesh, rest, src_data_rank=None).to_local(), parameter)
 
 
-def _floating(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and local tensor of all floating-point parameters and buffers."""
-    for named in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in named:
-            if tensor.is_floating_point():
-                yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _without_rule(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and local tensor of what is not written by a rule: buffers, and a plugin's own parameters. All else is
+    written as a whole, so that there is nothing to look for in it."""
+    named = [(name, one) for name, one in model.named_parameters() if not _has_rule(name, model.spec)]
+    for name, tensor in [*named, *model.named_buffers()]:
+        if tensor.is_floating_point():
+            yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _refuse_nan(model: nn.Module) -> None:
-    names, tensors = zip(*_floating(model), strict=True)
-    flags = [tensor.isnan().any() for tensor in tensors]  # all queued before the first is waited for
-    bad = [name for name, flag in zip(names, flags, strict=True) if bool(flag)]
+def _refuse_nan(named: list[tuple[str, Tensor]]) -> None:
+    flags = [tensor.isnan().any() for _, tensor in named]  # all queued before the first is waited for
+    bad = [name for (name, _), flag in zip(named, flags, strict=True) if bool(flag)]
     if bad:
         raise TitanError(
             f"no initialisation for {', '.join(bad)}: no rule knows the parameter, or no init_buffers fills the buffer",

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from titanyaml.config import schema
 from titanyaml.dist import rng
-from titanyaml.optim import codes
+from titanyaml.optim import codes, formula
 from titanyaml.optim.adamw import AdamW, Slot, local
 
 BLOCK = 128  # numbers that share their factors
@@ -70,12 +70,9 @@ class LowBitAdamW(AdamW):
 
     def _update_one(self, slot: Slot, weight: Tensor, lr: float, weight_decay: float) -> None:
         step = int(slot.step)
-        numbers = [
-            self.beta1, self.beta2, self.eps, 1 - lr * weight_decay, lr / (1 - self.beta1**step),
-            math.sqrt(1 - self.beta2**step),
-        ]
-        # as tensors: a graph that held the numbers would be compiled anew in every step
-        factors = torch.tensor(numbers, dtype=torch.float32).to(weight.device, non_blocking=True).unbind()
+        factors = formula.factors(
+            step, lr=lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=weight_decay, like=weight
+        )
         seed = torch.tensor((self.seeds[slot.name] + step * _STRIDE) % 2**32).to(weight.device, non_blocking=True)
         # one number of dimensions, whatever the weight's: one graph for all
         rows = local(slot.moments["exp_avg_factor"]).numel() if self.in_blocks else 1
@@ -90,10 +87,10 @@ def update_bf16(
 
     Args:
         weight, grad: float32. exp_avg, exp_avg_sq: bfloat16. All of one shape.
-        factors: 0-dim float32: beta1, beta2, eps, 1 - lr * decay, lr / (1 - beta1^t), sqrt(1 - beta2^t).
+        factors: ``formula.factors``.
         seed: of the rounding.
     """
-    mean, square = _adamw(weight, grad, exp_avg.to(torch.float32), exp_avg_sq.to(torch.float32), factors)
+    mean, square = formula.adamw(weight, grad, exp_avg.to(torch.float32), exp_avg_sq.to(torch.float32), factors)
     bits = codes.random_bits(mean, seed)
     exp_avg.copy_(codes.to_bfloat16(mean, bits & 0xFFFF))
     exp_avg_sq.copy_(codes.to_bfloat16(square, bits >> 16))
@@ -105,22 +102,11 @@ def update_8bit(
 ) -> None:
     """As ``update_bf16``, of blocks [n, b]: codes (uint8) of that shape and, [n, 1], what decodes them."""
     mean, square = codes.decode_signed(exp_avg, factor), codes.decode_positive(exp_avg_sq, low, high)
-    mean, square = _adamw(weight, grad, mean, square, factors)
+    mean, square = formula.adamw(weight, grad, mean, square, factors)
     bits = codes.random_bits(mean, seed)
     coded = (*codes.encode_signed(mean, bits & 0xFFFFF), *codes.encode_positive(square, bits >> 20))
     for target, value in zip((exp_avg, factor, exp_avg_sq, low, high), coded, strict=True):
         target.copy_(value)
-
-
-def _adamw(
-    weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, factors: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor]:
-    """Update ``weight`` in place; the new moments (Loshchilov and Hutter 2019, as torch computes it)."""
-    beta1, beta2, eps, keep, rate, root = factors
-    mean = mean + (1 - beta1) * (grad - mean)
-    square = square * beta2 + (1 - beta2) * grad * grad
-    weight.mul_(keep).sub_(rate * mean / (square.sqrt() / root + eps))
-    return mean, square
 
 
 @functools.cache

@@ -14,6 +14,8 @@ from titanyaml.planner.inputs import Job
 from titanyaml.planner.operators import float8
 
 GIB = 2**30
+#: What pipelines were seen to need over the bound that their memory is planned with.
+_PIPELINE = 1.28
 #: Bytes of a logit that are alive at one time.
 _LOGIT = {"plain": 14.0, "compiled": 4.0, "chunked": 10.0, "fused": 2.0}
 
@@ -30,6 +32,11 @@ class Memory:
     def total(self) -> float:
         """Bytes."""
         return sum(self.parts.values())
+
+    @property
+    def with_margin(self) -> float:
+        """Bytes to make room for: a lower bound is exceeded by what pipelines were seen to need over it."""
+        return self.total * (_PIPELINE if self.lower_bound else 1.0)
 
 
 def plan_memory(job: Job) -> Memory:

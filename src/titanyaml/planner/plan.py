@@ -95,13 +95,15 @@ class Plan:
 def plan(job: Job) -> Plan:
     """Plan a job; where it does not fit, with the changes that would make it fit."""
     made = Plan(job, step.plan_step(job), memory.plan_memory(job))
-    return made if made.fits else replace(made, changes=_changes(job))
+    return made if made.fits else replace(made, changes=fitting_changes(job))
 
 
-def _changes(job: Job) -> list[tuple[str, float]]:
+def fitting_changes(job: Job, *, more_devices: bool = True) -> list[tuple[str, float]]:
     """(what to type, tokens/s with it) of the three fastest single changes after which the job fits."""
     found = []
     for typed, changed in _candidates(job):
+        if not more_devices and changed.mesh.world_size > job.mesh.world_size:
+            continue
         planned = Plan(changed, step.plan_step(changed), memory.plan_memory(changed))
         if planned.fits:
             found.append((typed, planned.tps))

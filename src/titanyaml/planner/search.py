@@ -17,8 +17,6 @@ from titanyaml.planner import configured, memory, step
 from titanyaml.planner.plan import Plan
 
 _MODES = ("none", "selective_op", "full")
-#: What pipelines were seen to need over the bound that memory is planned with.
-_PIPELINE = 1.28
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,7 @@ def search(config: Config) -> Result:
         legal += 1
         job = configured.job(candidate)
         room = memory.plan_memory(job)
-        most = room.total * (_PIPELINE if room.lower_bound else 1.0)
-        if most / memory.GIB <= job.device.memory_gib - job.device.reserve_gib:
+        if room.with_margin / memory.GIB <= job.device.memory_gib - job.device.reserve_gib:
             found.append(Found(change, Plan(job, step.plan_step(job), room)))
     found.sort(key=lambda one: -one.plan.tps)
     return Result(found[:10], tried, legal, len(found))

@@ -15,7 +15,7 @@ import torch.nn.attention.varlen  # noqa: F401 - the same
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanyaml.dist import compat
+from titanyaml.dist import compat_compile
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.pipeline.protocol import Change, Context, some
 
@@ -61,13 +61,15 @@ class ActivationCheckpointing:
         every: for ``selective_layer``.
         budget: for ``memory_budget``, kept bytes as a share of what the graph would keep without recomputation; 0 is
             as ``full``.
+        memory_gib: key of the same group by which ``auto`` is replaced by one of these modes before the pipeline is
+            built (``runner/recompute.py``).
 
     Random numbers drawn inside a block (dropout, noise) are the same when it is recomputed.
     """
 
     stage = "ac"
 
-    def __init__(self, *, mode: str, every: int = 2, budget: float = 0.8) -> None:
+    def __init__(self, *, mode: str, every: int = 2, budget: float = 0.8, memory_gib: float | None = None) -> None:
         self.mode, self.every, self.budget = mode, every, budget
         self.wrapped: dict[str, Checkpointed] = {}
 
@@ -94,7 +96,7 @@ class ActivationCheckpointing:
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
         """Replace the chosen blocks' forward, or tell the compiler its budget."""
         if self.mode == "memory_budget":
-            compat.set_activation_memory_budget(self.budget)
+            compat_compile.set_activation_memory_budget(self.budget)
             summary = f"memory_budget: each compiled graph may keep {self.budget:.0%} of its activations"
             return model, Change(summary, list(ctx.facts.blocks))
         period = self.every if self.mode == "selective_layer" else 1
@@ -138,7 +140,7 @@ class ActivationCheckpointing:
 
 
     def _verify_budget(self, ctx: Context) -> Change:
-        now = compat.activation_memory_budget()
+        now = compat_compile.activation_memory_budget()
         if now != self.budget:
             raise PipelineError(
                 f"asked for, but the compiler was given another budget since ({now:g})", key="ac.budget",

@@ -28,6 +28,7 @@ from titanyaml.rundir import RunDir, atomic_write, utc_now
 from titanyaml.runner import bench_report, setup
 from titanyaml.runner.breakdown import breakdown
 from titanyaml.runner.profiler import activities
+from titanyaml.runner.startup import Startup
 from titanyaml.runner.train import Trainer
 
 if TYPE_CHECKING:
@@ -43,9 +44,11 @@ def bench(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
         ``metric`` = ``tps``: tokens per second per device, by the median step; ``step_s``, ``mfu``,
         ``fraction_of_floor``.
     """
+    startup = Startup()
     measured = measure_ceilings(config, env)
+    startup.lap("ceilings")
     every_step = dataclasses.replace(config, train=dataclasses.replace(config.train, log_every=1))
-    trainer = Trainer(every_step, run, env)
+    trainer = Trainer(every_step, run, env, startup=startup)
     gc.collect()
     gc.disable()
     try:
@@ -56,6 +59,8 @@ def bench(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     finally:
         trainer.close()
     result |= {"kernels": kernels, "ceilings": measured.record(), "environment": environment(env)}
+    if trainer.recompute is not None:
+        result["ac"] = trainer.recompute.record()
     if env.is_main:
         atomic_write(run.path / "bench.json", json.dumps(result, indent=1) + "\n")
         report = run.path / bench_report.file_name(result, entity=config.runner.entity)
@@ -129,7 +134,7 @@ def summary(
         "fraction_of_floor": floor["step"] / step_s if floor else None,
         "data_wait_s": statistics.median(record["data_wait_s"] for record in records),
         "mem_reserved_gib": records[-1].get("mem_reserved_gib"), "mem_active_gib": records[-1].get("mem_active_gib"),
-        "loss": records[-1]["loss"],
+        "loss": records[-1]["loss"], "startup_s": trainer.startup.record(),
     }
 
 

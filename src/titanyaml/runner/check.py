@@ -21,8 +21,9 @@ from titanyaml.dist.mesh import ParallelDims
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import dtype_name
 from titanyaml.pipeline.staged import Staged
+from titanyaml.planner.recompute import Choice
 from titanyaml.rundir import RunDir
-from titanyaml.runner import setup
+from titanyaml.runner import recompute, setup
 
 
 def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
@@ -31,6 +32,7 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
     dims = ParallelDims.resolve(config.parallel, world_size)
     console = Console()
     console.print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), markup=False, highlight=False)
+    config, choice = recompute.settle(config, env)
     with compat.fake_process_group(world_size):
         mesh = dims.build("cpu") if world_size > 1 else None
         model, ctx, resolved, changes = setup.transform(config, env, dims, mesh=mesh)
@@ -40,6 +42,9 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
         if isinstance(model, Staged):
             console.print(show.stages_table(model.plan))
             console.print(show.schedules_table(model.plan))
+    if choice is not None:
+        console.print(recompute_table(choice))
+        console.print(choice.sentence(), highlight=False)
     facts, seq_len = ctx.facts, config.train.seq_len
     active = f" ({facts.num_active_params:,} active)" if facts.num_experts else ""
     tokens = setup.global_batch(config, dims) * seq_len
@@ -63,4 +68,16 @@ def mesh_table(dims: ParallelDims) -> Table:
             table.add_row(axis, str(size))
     if dims.world_size == 1:
         table.add_row("none: one rank", "1")
+    return table
+
+
+def recompute_table(choice: Choice) -> Table:
+    """What ``ac=auto`` chose among, the fastest first."""
+    table = Table(title="ac=auto", title_justify="left")
+    table.add_column("recomputation")
+    for column in ("GiB planned", "ms a step", f"fits into {choice.limit_gib:.1f}"):
+        table.add_column(column, justify="right")
+    for option in choice.options:
+        table.add_row(option.typed, f"{option.memory_gib:.2f}", f"{1000 * option.step_s:.1f}",
+                      "yes" if option.fits else "no")
     return table

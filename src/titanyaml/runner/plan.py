@@ -14,9 +14,11 @@ from titanyaml.config.schema import Config
 from titanyaml.errors import ConfigError
 from titanyaml.planner import configured, report, timeline
 from titanyaml.planner import plan as planning
+from titanyaml.planner import recompute as planned
 from titanyaml.planner import search as searching
 from titanyaml.planner.budget import budget
 from titanyaml.planner.plan import Plan
+from titanyaml.planner.recompute import Choice
 from titanyaml.planner.review import warnings
 from titanyaml.rundir import RunDir, atomic_write
 
@@ -31,12 +33,13 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
         ConfigError: the device, the links or the model are not known well enough, or a search found nothing.
     """
     console = Console(width=None if Console().is_terminal else 160)
+    config, choice = _settled(config)
     found = searching.search(config) if config.runner.search else None
     if found is not None and not found.best:
         raise ConfigError(f"of {found.tried} configurations {found.legal} are legal and none fits", key="parallel",
                           hint="more ranks, or a smaller train.seq_len")
     made = found.best[0].plan if found else planning.plan(configured.job(config))
-    record = _record(config, made)
+    record = _record(config, made) | ({} if choice is None else {"ac": choice.record()})
     if found is not None:
         record["search"] = [one.row() for one in found.best]
         record["command"] = _command(run, found.best[0].change)
@@ -45,6 +48,8 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
 
         record["trace"] = tracing.compare(config)
     report.show(record, console)
+    if choice is not None:
+        console.print(choice.sentence(), highlight=False, soft_wrap=True)
     if found is not None:
         console.print(f"{found.tried} tried, {found.legal} legal, {found.fitted} fit", highlight=False)
         console.print(f"run the first: {record['command']}", highlight=False, soft_wrap=True)
@@ -54,6 +59,16 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
     console.print(f"written: {run.path}/plan.json, plan.md, timeline.json", highlight=False, soft_wrap=True)
     speed = made.tps if made.fits else 0.0
     return {"metric": speed, "tps": speed, "fits": made.fits}
+
+
+def _settled(config: Config) -> tuple[Config, Choice | None]:
+    """``ac=auto`` decided for the planned device; where nothing fits, the plan of the least memory is the result."""
+    if config.ac.mode != "auto":
+        return config, None
+    device = config.hardware
+    limit_gib, why = planned.limit(config, device_gib=device.memory_gib, reserve_gib=device.reserve_gib)
+    choice = planned.choose(config, configured.job(config), limit_gib=limit_gib, why=why)
+    return planned.concrete(config, choice), choice
 
 
 #: What a search chooses, and what belongs to planning.

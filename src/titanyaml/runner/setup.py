@@ -26,6 +26,7 @@ from titanyaml.dist import comm
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.errors import ConfigError, DataError
+from titanyaml.hardware import synchronize
 from titanyaml.kernels.choice import choose
 from titanyaml.kernels.master import is_split, store, whole
 from titanyaml.loss import CrossEntropy
@@ -124,8 +125,11 @@ def transform(
     return model, ctx, resolved, changes
 
 
-def build_model(config: Config, env: Env) -> Built:
+def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda part: None) -> Built:
     """Model on meta, pipeline, materialised weights: the whole of what "planned is what is trained" means.
+
+    Args:
+        lap: told when "build" and when "materialise" is done (``startup.Startup.lap``).
 
     Raises:
         ConfigError: masters are to be split, and there are none.
@@ -133,6 +137,7 @@ def build_model(config: Config, env: Env) -> Built:
     dims = ParallelDims.resolve(config.parallel, env.world_size)
     mesh = dims.build(env.device.type) if env.world_size > 1 else None
     model, ctx, resolved, changes = transform(config, env, dims, mesh=mesh)
+    lap("build")
     split = config.optim.master == "split"
     masters = materialise(
         model, device=env.device, seed=config.run.seed, param_dtype=ctx.param_dtype, storage=storage(config, env),
@@ -141,6 +146,8 @@ def build_model(config: Config, env: Env) -> Built:
     if split and not any(map(is_split, masters.values())):
         raise ConfigError("is split, but no parameter is stored in bfloat16: there is nothing to split",
                           key="optim.master", hint="optim.master=float32")
+    synchronize(env.device)
+    lap("materialise")
     return Built(model, masters, ctx, resolved, changes)
 
 
@@ -201,7 +208,8 @@ def loss_function(config: Config, ctx: Context) -> CrossEntropy:
     over the head's float32 gradient.
     """
     fused = ctx.kernels.fused and ctx.dims.tp == 1
-    return CrossEntropy(chunk_tokens=config.loss.chunk_tokens or (4096 if fused else 1024), fused=fused)
+    return CrossEntropy(chunk_tokens=config.loss.chunk_tokens or (4096 if fused else 1024), fused=fused,
+                        compiled=config.compile.backend if config.compile.loss else "")
 
 
 def fused_optimizer(config: Config, ctx: Context) -> bool:
@@ -215,7 +223,7 @@ def kernels(config: Config, ctx: Context, optimizer: Optimizer) -> dict[str, str
     sharded = "; tp ranks share the head's rows" if choice.fused and not loss.fused else ""
     return {
         "why": choice.reason,
-        "cross_entropy": f"{'fused' if loss.fused else 'torch'}, {loss.chunk_tokens} tokens a chunk{sharded}",
+        "cross_entropy": f"{loss.runs()}, {loss.chunk_tokens} tokens a chunk{sharded}",
         config.optim.name: optimizer.runs(),
         "gradient norm": "fused" if fused_optimizer(config, ctx) else "torch",
     }

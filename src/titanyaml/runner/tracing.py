@@ -122,8 +122,8 @@ def reduced(config: Config) -> Config:
     """``config`` with two blocks, one microbatch, eager and in high precision."""
     made = copy.deepcopy(config)
     made.model.num_layers = BLOCKS
-    made.compile = dataclasses.replace(made.compile, mode="none", async_tp=False,
-                                       async_tp_ops=Compile().async_tp_ops)
+    made.compile = dataclasses.replace(made.compile, mode="none", async_tp=False, loss=False, optimizer=False,
+                                       cuda_graphs=False, async_tp_ops=Compile().async_tp_ops)
     made.train.compute_dtype = "bfloat16" if made.train.compute_dtype == "auto" else made.train.compute_dtype
     made.train.global_batch = None
     made.ac.mode = "full" if made.ac.mode == "memory_budget" else made.ac.mode

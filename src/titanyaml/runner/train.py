@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -20,12 +21,15 @@ from titanyaml.models.moe import expert_biases
 from titanyaml.optim.schedule import lr_at
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.rundir import RunDir
-from titanyaml.runner import honesty, report, setup
+from titanyaml.runner import honesty, recompute, report, setup
 from titanyaml.runner.evaluate import mean_loss
 from titanyaml.runner.meter import Meter
 from titanyaml.runner.profiler import Profiler
 from titanyaml.runner.routing import Routing
+from titanyaml.runner.startup import Startup
 from titanyaml.runner.step import TrainStep, valid_tokens
+
+log = logging.getLogger("titanyaml")
 
 
 def train(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
@@ -50,17 +54,24 @@ def train(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
 class Trainer:
     """Everything one run holds; ``fit`` is the loop."""
 
-    def __init__(self, config: Config, run: RunDir, env: Env) -> None:
-        self.config, self.run, self.env = config, run, env
+    def __init__(self, config: Config, run: RunDir, env: Env, *, startup: Startup | None = None) -> None:
+        """``startup``: clock of what was done before; None: nothing was."""
+        self.startup = startup or Startup()
+        self.run, self.env = run, env
         self.last: dict[str, Any] = {}
         self.told = False  # whether plan and measurement were compared
+        asked = config  # what checkpoints and records are known by
+        config, self.recompute = recompute.settle(config, env)
+        recompute.tell(self.recompute, run, env)
+        self.config = config
         setup.set_determinism(config)
         tokenizer = setup.build_tokenizer(config, env)
         train_data = setup.build_data(config, env, tokenizer, split="train")
         self.validation_data = (
             setup.build_data(config, env, tokenizer, split="validation") if config.validation.batches else None
         )
-        self.built = setup.build_model(config, env)
+        self.startup.lap("data")
+        self.built = setup.build_model(config, env, lap=self.startup.lap)
         dims = self.built.context.dims
         self.data_rank = dims.data_rank(self.built.context.mesh)
         self.counts_batch = dims.counts_batch(self.built.context.mesh)
@@ -70,6 +81,7 @@ class Trainer:
             device=setup.storage(config, env), elsewhere=getattr(self.built.model, "elsewhere", None),
             fused=setup.fused_optimizer(config, self.built.context),
             one_backward=self.built.context.accumulation == 1 and dims.pp == 1,
+            compiled=config.compile.backend if config.compile.optimizer else "",
         )
         moe = config.model.moe
         routing = moe.num_experts and Routing(
@@ -82,7 +94,7 @@ class Trainer:
             routing=routing or None,
             square_sum=square_sum if setup.fused_optimizer(config, self.built.context) else None,
         )
-        self.checkpointer = setup.checkpointer(config, run, env)
+        self.checkpointer = setup.checkpointer(asked, run, env)
         self.step, data_state = self._restore()
         self._check_ranks()
         self.batches = Batches(
@@ -98,6 +110,7 @@ class Trainer:
             report.start(config, run, env, self.built, train_data, global_batch=self.global_batch,
                          first_step=self.step + 1, kernels=setup.kernels(config, self.built.context, self.optimizer))
             self.trackers = tracker.build(config, run)
+        self.startup.lap("other")
 
     def fit(self) -> dict[str, Any]:
         """Train to ``train.steps``; validate, log and save on the way."""
@@ -126,8 +139,11 @@ class Trainer:
     def after_first_step(self) -> None:
         """What can be known only now: whether compilation and recomputation really happened; then short time-outs."""
         verified = pipeline.verify(self.built.model, self.built.resolved, self.built.context)
+        self.startup.lap("first_step")
         if self.env.is_main:
             report.verified(self.run, verified)
+            log.info("%s", self.startup.sentence())
+            self.run.write_status(startup_s=self.startup.record())
         set_timeout(self.config.launch.step_timeout_s)
 
     def one_step(self) -> None:

@@ -1,0 +1,153 @@
+"""``ac=auto``: of all ways to recompute, the fastest that fits into a given memory.
+
+Both are planned; where the planner has no rates for a device, those of an H200 stand in, since only the order counts.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from titanyaml.config.schema import ActivationCheckpointing, Config
+from titanyaml.errors import ConfigError
+from titanyaml.planner import memory, step
+from titanyaml.planner import plan as planning
+from titanyaml.planner.inputs import Job
+from titanyaml.planner.plan import Plan
+
+#: Of what the allocator can have: left free, since memory is planned within about that.
+RESERVE = 0.05
+#: The compiler keeps this share for nothing; below it, it repeats attention and is no better than selective_op (H200).
+BUDGET = 0.8
+#: A step with it over one without recomputation, as measured (docs/performance.md); planned are up to 1.02, since the
+#: planner counts every cheap pass of a block once more.
+_COST = 1.004
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to recompute: what to type, planned peak of reserved memory, planned seconds of a step, whether it fits.
+    """
+
+    typed: str
+    memory_gib: float
+    step_s: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen and why.
+
+    Args:
+        ac: the concrete section. plan: with it. options: the fastest first. limit_gib, limit: what is to be kept, and
+            where it comes from.
+    """
+
+    ac: ActivationCheckpointing
+    plan: Plan
+    options: list[Option]
+    limit_gib: float
+    limit: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether anything does."""
+        return any(option.fits for option in self.options)
+
+    def sentence(self) -> str:
+        """For a log: what was chosen, what it is planned to need, and what would have been less recomputation."""
+        chosen = next(option for option in self.options if option.typed == override(self.ac))
+        faster = self.options[: self.options.index(chosen)]
+        told = [*faster[:1], *faster[1:][-1:]]  # no recomputation, and what was missed narrowly
+        others = "".join(f"; {option.typed} would need {option.memory_gib:.1f}" for option in told)
+        verdict = "" if self.fits else ", which does not fit"
+        return (f"ac=auto: {chosen.typed}, planned {chosen.memory_gib:.1f} GiB of {self.limit_gib:.1f} ({self.limit})"
+                f"{verdict}{others}")
+
+    def record(self) -> dict[str, Any]:
+        """For status.json, plan.json and bench.json."""
+        return {"asked": "auto", "chosen": override(self.ac), "fits": self.fits, "limit_gib": self.limit_gib,
+                "limit": self.limit, "memory_gib": self.plan.memory.with_margin / memory.GIB,
+                "options": [asdict(option) for option in self.options]}
+
+
+def limit(config: Config, *, device_gib: float | None, reserve_gib: float) -> tuple[float, str]:
+    """(GiB that may be reserved, where that comes from): ``ac.memory_gib``, else a device less what is left free.
+
+    Args:
+        device_gib: the device's memory. reserve_gib: of it, outside the allocator.
+
+    Raises:
+        ConfigError: neither is known.
+    """
+    if config.ac.memory_gib is not None:
+        return config.ac.memory_gib, "ac.memory_gib"
+    if device_gib is None:
+        raise ConfigError("is null, and the device's memory is not known", key="ac.memory_gib", hint="ac.memory_gib=16")
+    return ((device_gib - reserve_gib) * (1 - RESERVE),
+            f"{device_gib:.1f} of the device less {reserve_gib:g} and {RESERVE:.0%}")
+
+
+def choose(config: Config, job: Job, *, limit_gib: float, why: str) -> Choice:
+    """Plan every way; where none fits, the one that needs the least memory.
+
+    Args:
+        job: of ``config``, on the device where it will run. why: of the limit.
+    """
+    found: list[tuple[Option, ActivationCheckpointing, Plan]] = []
+    for ac in _ways(config, job):
+        one = replace(job, ac=ac.mode, ac_every=ac.every, ac_budget=ac.budget)
+        made = Plan(one, step.plan_step(one), memory.plan_memory(one))
+        size, seconds = made.memory.with_margin / memory.GIB, made.step.seconds
+        if ac.mode == "memory_budget":
+            seconds = min(seconds, _COST * found[0][0].step_s)
+        found.append((Option(override(ac), size, seconds, size <= limit_gib), ac, made))
+    found.sort(key=lambda entry: entry[0].step_s)  # stable: less recomputation first where times are equal
+    fitting = [entry for entry in found if entry[0].fits]
+    _, ac, made = fitting[0] if fitting else min(found, key=lambda entry: entry[0].memory_gib)
+    return Choice(ac, made, [option for option, _, _ in found], limit_gib, why)
+
+
+def concrete(config: Config, choice: Choice) -> Config:
+    """``config`` with the mode that was chosen, in its section and in the plugin's node."""
+    nodes = copy.deepcopy(config.pipeline.plugins)
+    nodes["ac"] |= {name: getattr(choice.ac, name) for name in ("mode", "every", "budget", "memory_gib")}
+    return replace(config, ac=choice.ac, pipeline=replace(config.pipeline, plugins=nodes))
+
+
+def refuse_what_does_not_fit(choice: Choice) -> None:
+    """Raise ConfigError where nothing fits: the largest part, and the changes with which something would."""
+    if choice.fits:
+        return
+    room, at = choice.plan.memory, choice.plan.job
+    part, size = max(room.parts.items(), key=lambda one: one[1])
+    job = replace(at, device=replace(at.device, memory_gib=choice.limit_gib, reserve_gib=0.0))
+    changes = planning.fitting_changes(job, more_devices=False) or planning.fitting_changes(job)
+    raise ConfigError(
+        f"is auto, and nothing fits: even {override(choice.ac)} is planned to need "
+        f"{room.with_margin / memory.GIB:.1f} GiB of {choice.limit_gib:.1f} ({choice.limit}), the largest part "
+        f"is {part} with {size / memory.GIB:.1f} GiB", key="ac.mode",
+        hint=" or ".join(typed.partition(" (")[0] for typed, _ in changes) or "more ranks, or a smaller train.seq_len",
+    )
+
+
+def override(ac: ActivationCheckpointing) -> str:
+    """What to type for it."""
+    detail = {"selective_layer": f" ac.every={ac.every}", "memory_budget": f" ac.budget={ac.budget:g}"}
+    return f"ac={ac.mode}{detail.get(ac.mode, '')}"
+
+
+def _ways(config: Config, job: Job) -> list[ActivationCheckpointing]:
+    """Concrete sections, the least recomputation first. Only Inductor keeps a budget."""
+    base = replace(config.ac, memory_gib=None)
+    found = [replace(base, mode="none")]
+    if job.compiled and config.compile.backend == "inductor":
+        found.append(replace(base, mode="memory_budget", budget=BUDGET))
+    layers = job.shape.num_layers
+    counts: dict[int, int] = {}  # blocks that are recomputed -> smallest period, which spreads them evenly
+    for every in range(2, layers + 1):
+        counts.setdefault(-(-layers // every), every)
+    found += [replace(base, mode="selective_layer", every=every) for every in sorted(counts.values(), reverse=True)]
+    return [*found, replace(base, mode="selective_op"), replace(base, mode="full")]

@@ -1,0 +1,121 @@
+"""``ac=auto``: the fastest recomputation that is planned to fit, said aloud; and one error where none does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from titanyaml.config import dump
+from titanyaml.dist import comm
+from titanyaml.dist.env import Env
+from titanyaml.errors import ConfigError
+from titanyaml.planner import configured, memory
+from titanyaml.planner import plan as planning
+from titanyaml.planner import recompute as planned
+from titanyaml.rundir import RunDir
+from titanyaml.runner import recompute
+from titanyaml.runner.train import Trainer
+
+CPU = Env(0, 1, 0, torch.device("cpu"), "gloo")
+#: 3.6 B parameters and 16,384 tokens on one H200, with the memory that was measured for each mode.
+RUN = ("model=llama3_3b", "model.tie_embeddings=false", "parallel=single", "train.local_batch=4", "train.seq_len=4096",
+       "ac=auto")
+
+
+def chosen(config) -> planned.Choice:
+    limit_gib, why = planned.limit(config, device_gib=config.hardware.memory_gib,
+                                   reserve_gib=config.hardware.reserve_gib)
+    return planned.choose(config, configured.job(config), limit_gib=limit_gib, why=why)
+
+
+@pytest.mark.parametrize(("gib", "wanted"), [
+    (None, "none"), (91, "none"), (84, "memory_budget"), (72, "selective_op"), (58, "full"),
+])
+def test_the_less_memory_the_more_is_recomputed(configure, gib, wanted) -> None:
+    config = configure(*RUN, *([] if gib is None else [f"ac.memory_gib={gib}"]))
+    choice = chosen(config)
+    assert choice.fits and choice.ac.mode == wanted
+    assert choice.limit_gib == (pytest.approx((139.8 - 1.5) * 0.95) if gib is None else gib)
+    faster = [option for option in choice.options if option.step_s < choice.plan.step.seconds * 0.98]
+    assert not any(option.fits for option in faster), "nothing faster fits"
+    assert choice.plan.memory.total / memory.GIB <= choice.limit_gib
+    concrete = planned.concrete(config, choice)
+    assert concrete.ac.mode == concrete.pipeline.plugins["ac"]["mode"] == wanted
+    assert config.ac.mode == config.pipeline.plugins["ac"]["mode"] == "auto", "what was asked stays"
+    again = planning.plan(configured.job(concrete))
+    assert again.total_gib == choice.plan.total_gib, "the plan of the concrete configuration is the one that was shown"
+
+
+def test_only_the_compiler_keeps_a_budget(configure) -> None:
+    for typed in ("compile=none", "compile.backend=aot_eager"):
+        config = configure(*RUN, "ac.memory_gib=80", typed)
+        assert not any("budget" in option.typed for option in chosen(config).options)
+
+
+def test_nothing_fits(configure) -> None:
+    typed = [*RUN, "parallel=fsdp8", "compile=block"]
+    least = min(option.memory_gib for option in chosen(configure(*typed)).options)
+    typed.append(f"ac.memory_gib={least - 1}")
+    choice = chosen(configure(*typed))
+    assert not choice.fits and choice.ac.mode == "full" and "which does not fit" in choice.sentence()
+    with pytest.raises(ConfigError) as error:
+        recompute.settle(configure(*typed), CPU)
+    [problem] = error.value.problems
+    assert problem.key == "ac.mode" and f"even ac=full is planned to need {least:.1f} GiB of" in problem.message
+    assert "the largest part is optimizer with 3.4 GiB" in problem.message
+    ways = problem.hint.split(" or ")
+    assert len(ways) > 1 and all("dp_shard=16" not in way for way in ways), "with the devices that are there"
+    for way in ways:
+        assert chosen(configure(*typed, *way.split())).fits, way
+
+
+def test_one_device_that_is_too_small_needs_more_of_them(configure) -> None:
+    with pytest.raises(ConfigError, match="(?s)largest part is optimizer with 40.3 GiB.*try: more ranks, or a smaller"):
+        recompute.settle(configure(*RUN, "ac.memory_gib=50"), CPU)
+
+
+def test_the_smallest_device_counts_on_all_ranks(configure, monkeypatch) -> None:
+    monkeypatch.setattr("titanyaml.machine.gpus", lambda: ["a", "b"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=90 * 2**30))
+    monkeypatch.setattr(comm, "gather_objects", lambda mine, env: [mine, 82.0])
+    config = configure(*RUN, "runner=train", "tokenizer=bytes", "data=synthetic", "tracker=none", "hardware=auto")
+    monkeypatch.setattr("titanyaml.hardware.detect", lambda device: None)
+    env = Env(0, 2, 0, torch.device("cuda"), "gloo")
+    made, choice = recompute.settle(config, env)
+    assert choice.limit == "82.0 of the device less 1.5 and 5%" and choice.limit_gib == pytest.approx(80.5 * 0.95)
+    assert made.ac.mode == made.pipeline.plugins["ac"]["mode"] == "selective_op", "timed as an H200, since unknown"
+
+
+def train(path: Path, compose, *overrides: str) -> tuple[list[float], RunDir]:
+    config = dump.to_dataclass(compose(
+        "model.vocab_size=258", "model.dim=16", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=1",
+        "model.ffn_dim=32", "model.max_seq_len=16", "train.local_batch=2", "tokenizer=bytes", "tracker=none",
+        "data=synthetic", "train.steps=2", "validation=none", "checkpoint=none", "parallel=single",
+        f"run.dir={path}", *overrides))
+    run = RunDir(path)
+    run.path.mkdir()
+    (path / "config.yaml").write_text("ac:\n  mode: auto\n")
+    trainer = Trainer(config, run, CPU)
+    try:
+        trainer.fit()
+    finally:
+        trainer.close()
+    return [record["loss"] for record in run.metrics()], run
+
+
+def test_a_run_trains_as_with_the_concrete_mode_and_says_both(compose, tmp_path: Path) -> None:
+    plain, run = train(tmp_path / "none", compose, "ac=auto", "ac.memory_gib=9")
+    least = min(option["memory_gib"] for option in run.status()["ac"]["options"])
+    losses, run = train(tmp_path / "auto", compose, "ac=auto", f"ac.memory_gib={least + 1e-9}")
+    said = run.status()["ac"]
+    assert (said["asked"], said["chosen"]) == ("auto", "ac=full"), said
+    first, *rest = (tmp_path / "auto" / "config.yaml").read_text().splitlines()
+    assert first.startswith("# ac=auto: ac=full, planned 1.8 GiB of 1.8 (ac.memory_gib); ac=none would need")
+    assert rest == ["ac:", "  mode: auto"], "a replay decides anew"
+    [record] = [one for one in json.loads((tmp_path / "auto" / "pipeline.json").read_text()) if one["node"] == "ac"]
+    assert record["summary"].startswith("full: 2 of 2 blocks")
+    assert losses == train(tmp_path / "full", compose, "ac=full")[0] == plain
