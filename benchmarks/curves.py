@@ -58,6 +58,7 @@ _OWN = ["quant.product=own", "quant.fast_accum=true"]
 ROWS = {
     "bf16": _bf16("kernels=torch"),
     "kernels": _bf16("kernels=fused"),
+    "split-master": _bf16("kernels=fused", "optim.master=split"),
     "tensorwise": _rounded("kernels=fused", "quant=float8_tensorwise"),
     "tensorwise-own": _rounded("kernels=fused", "quant=float8_tensorwise", "quant.product=own"),
     "tensorwise-own-fast": _rounded("kernels=fused", "quant=float8_tensorwise", *_OWN),
