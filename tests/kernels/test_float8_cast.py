@@ -15,6 +15,8 @@ def small_tiles(monkeypatch) -> None:
     """Several programs in both directions, and last ones that are not full."""
     monkeypatch.setattr(module, "TILE_M", 32)
     monkeypatch.setattr(module, "TILE_K", 16)
+    monkeypatch.setattr(module, "PARTS", 4)
+    monkeypatch.setattr(module, "PART_TILE", 256)
 
 
 def matrix(device: torch.device, rows: int = 80, columns: int = 40) -> Tensor:

@@ -126,6 +126,25 @@ def test_a_memory_budget_recomputes_more_the_less_it_allows(counting_backend, bu
         verify(built.model, built.resolved, built.ctx)
 
 
+def test_inductor_keeps_the_sums_of_two_norms_apart(monkeypatch):
+    from torch._inductor import config
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.scheduler import MixOrderReduction
+    from torch._inductor.virtualized import V
+
+    from titanyaml.dist import compat_inductor
+
+    assert V.choices is not None  # a thread that has compiled before has its choices
+    with config.patch(inductor_choices_class=None):
+        compat_inductor.keep_sums_apart()
+        assert config.inductor_choices_class is compat_inductor.Choices
+    assert isinstance(V.choices, compat_inductor.Choices) and V.choices.uuid()
+    monkeypatch.setattr(InductorChoices, "can_fuse_horizontal", staticmethod(lambda *_: "asked"))
+    monkeypatch.setattr(MixOrderReduction, "is_split_reduction", staticmethod(lambda node: node == "sum"))
+    nodes = (("sum", "sum"), ("sum", "row"), ("row", "row"))
+    assert [V.choices.can_fuse_horizontal(None, *pair, 1) for pair in nodes] == [False, "asked", "asked"]
+
+
 def test_compiled_kernels_are_kept_where_told(monkeypatch, tmp_path):
     def summary(folder, backend="inductor"):
         pipeline = nodes("block", backend=backend)

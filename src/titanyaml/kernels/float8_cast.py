@@ -9,8 +9,8 @@ A number is stored as x * scale, where scale = largest float8 / largest |x| of i
 
 Shapes: M rows, K columns. A source may have more dimensions, of which all but the last are rows.
 
-The largest numbers of rows and columns take a pass of their own. That of the whole does not: it is left to plain
-PyTorch operators, row by row first, which a compiler puts into the kernel that makes the matrix (norm, SwiGLU, RoPE).
+The largest numbers take a pass of their own, 2 bytes a number. That of the whole may also begin with those of the rows
+by a plain PyTorch operator, which a compiler puts into the kernel that makes the matrix (norm, SwiGLU).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from titanyaml.kernels.jit import jit, operator, tl, wrap_triton
 
 TILE_M, TILE_K, WARPS = 128, 64, 4  # the fastest of six on H200 for rowwise scales, 2 % off the fastest for tensorwise
+PARTS, PART_TILE, PART_WARPS = 512, 8192, 8  # four programs a multiprocessor, of bfloat16 16 KB each under way
 SMALLEST = 1e-12  # a maximum below it counts as this: no division by zero
 
 
@@ -38,17 +39,21 @@ class Float8(NamedTuple):
     inverse_K1: Tensor | None
 
 
-def largest(x: Tensor, *, rowwise: bool, fused: bool) -> Tensor:
-    """The largest |x| that the scales are made of, float32: of each row, then of each column ([M + K]); or 0-dim.
+def largest(x: Tensor, *, rowwise: bool, fused: bool, where_made: bool = False) -> Tensor:
+    """The largest |x| that the scales are made of, float32.
 
     Args:
-        x: contiguous, not empty, bfloat16 or float32. fused: the Triton kernel for rows and columns.
+        x: contiguous, not empty, bfloat16 or float32. fused: the Triton kernels.
+        where_made: of the whole, those of the rows are left to a compiler, for the kernel that makes ``x``.
 
     Returns:
+        Of each row, then of each column, [M + K]; or of parts of the whole, [1, parts], as many as come.
         What is not finite makes that of its row and column, or of the whole, not finite.
     """
     if not rowwise:
-        return x.abs().amax(-1).amax().float()
+        if not fused:
+            return x.abs().amax().float().view(1, 1)
+        return _parts_operator(_matrix(x.abs().amax(-1, keepdim=True) if where_made else x))
     if fused:
         return _largest_operator(_matrix(x))
     x_MK = x.flatten(0, -2)
@@ -75,7 +80,8 @@ def float8_cast(
     else:
         x_MK = x.flatten(0, -2)
         size = x_MK.shape[0]
-        rows, columns = (largest.view(1, 1),) * 2 if largest.ndim == 0 else (largest[:size, None], largest[size:, None])
+        whole = (largest.amax().view(1, 1),) * 2
+        rows, columns = whole if largest.ndim == 2 else (largest[:size, None], largest[size:, None])
         made = [*_plain(x_MK, rows, dtype, power_of_2)] if straight else []
         made += _plain(x_MK.t(), columns, dtype, power_of_2) if turned else ()
     nothing = (None, None)
@@ -117,6 +123,14 @@ def _largest(x: Tensor) -> Tensor:
     return found
 
 
+def _parts(x: Tensor) -> Tensor:
+    found = _empty_parts(x)
+    parts, size = found.numel(), x.numel()
+    turns = -(-size // (PART_TILE * parts))
+    wrap_triton(float8_parts_kernel)[(parts,)](x, found, size, TURNS=turns, TILE=PART_TILE, num_warps=PART_WARPS)
+    return found
+
+
 def _cast(
     x: Tensor, largest: Tensor, dtype: torch.dtype, power_of_2: bool, straight: bool, turned: bool
 ) -> list[Tensor]:
@@ -125,14 +139,19 @@ def _cast(
     unread = (x, x)  # for a copy that is not made
     wrap_triton(float8_cast_kernel)[_grid(rows, columns)](
         x, largest, *(made[:2] if straight else unread), *(made[-2:] if turned else unread), rows, columns,
-        TOP=torch.finfo(dtype).max, SMALLEST=SMALLEST, POWER_OF_2=power_of_2, ROWWISE=largest.ndim == 1,
-        STRAIGHT=straight, TURNED=turned, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS,
+        PARTS=0 if largest.ndim == 1 else largest.numel(), TOP=torch.finfo(dtype).max, SMALLEST=SMALLEST,
+        POWER_OF_2=power_of_2, STRAIGHT=straight, TURNED=turned, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS,
     )
     return made
 
 
 def _empty_largest(x: Tensor) -> Tensor:
     return x.new_empty(sum(x.shape), dtype=torch.float32)
+
+
+def _empty_parts(x: Tensor) -> Tensor:
+    tiles = -(-x.numel() // PART_TILE)
+    return x.new_empty((1, min(PARTS, 1 << (tiles.bit_length() - 1))), dtype=torch.float32)
 
 
 def _empty(
@@ -143,7 +162,7 @@ def _empty(
     for wanted, shape in ((straight, (rows, columns)), (turned, (columns, rows))):
         if wanted:
             made.append(x.new_empty(shape, dtype=dtype))
-            made.append(x.new_empty((shape[0] if largest.ndim else 1, 1), dtype=torch.float32))
+            made.append(x.new_empty((shape[0] if largest.ndim == 1 else 1, 1), dtype=torch.float32))
     return made
 
 
@@ -163,6 +182,18 @@ def float8_largest_kernel(x_ptr, largest_ptr, rows, columns, TILE_M: tl.constexp
 
 
 @jit
+def float8_parts_kernel(x_ptr, largest_ptr, size, TURNS: tl.constexpr, TILE: tl.constexpr):
+    """Largest |x| of TURNS tiles, for each program. Who needs the whole's reads all: no atomics and no start value."""
+    place = tl.arange(0, TILE)
+    bits = tl.zeros([TILE], tl.int32)
+    for turn in range(0, TURNS):
+        start = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * TILE
+        x = tl.load(x_ptr + start + place, mask=place < size - start, other=0.0)
+        bits = tl.maximum(bits, tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True))  # as bits: see above
+    tl.store(largest_ptr + tl.program_id(0), tl.max(bits, 0).to(tl.float32, bitcast=True))
+
+
+@jit
 def _scale(largest, TOP: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr):
     # a comparison, not a maximum: NaN stays
     largest = tl.where(largest < SMALLEST, SMALLEST, largest)
@@ -174,11 +205,11 @@ def _scale(largest, TOP: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_2: tl.co
 
 @jit
 def float8_cast_kernel(
-    x_ptr, largest_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr, rows, columns, TOP: tl.constexpr,
-    SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr, ROWWISE: tl.constexpr, STRAIGHT: tl.constexpr,
-    TURNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    x_ptr, largest_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr, rows, columns, PARTS: tl.constexpr,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr, STRAIGHT: tl.constexpr, TURNED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile and its transpose, or one of them."""
+    """A tile and its transpose, or one of them. PARTS: how many maxima the whole has; 0: scales by row and column."""
     row = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
     column = tl.program_id(0) * TILE_K + tl.arange(0, TILE_K)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -186,7 +217,7 @@ def float8_cast_kernel(
     turned_place = column[:, None].to(tl.int64) * rows + row[None, :]
     turned_inside = (column < columns)[:, None] & (row < rows)[None, :]
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    if ROWWISE:
+    if PARTS == 0:
         if STRAIGHT:
             by_row = _scale(tl.load(largest_ptr + row, mask=row < rows, other=1.0), TOP, SMALLEST, POWER_OF_2)
             tl.store(data_ptr + place, (x * by_row[:, None]).to(data_ptr.dtype.element_ty), mask=inside)
@@ -200,7 +231,8 @@ def float8_cast_kernel(
             if tl.program_id(1) == 0:
                 tl.store(turned_inverse_ptr + column, tl.div_rn(1.0, by_column), mask=column < columns)
     else:
-        scale = _scale(tl.load(largest_ptr), TOP, SMALLEST, POWER_OF_2)
+        bits = tl.load(largest_ptr + tl.arange(0, PARTS)).to(tl.int32, bitcast=True)
+        scale = _scale(tl.max(bits, 0).to(tl.float32, bitcast=True), TOP, SMALLEST, POWER_OF_2)
         first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         if STRAIGHT:
             tl.store(data_ptr + place, (x * scale).to(data_ptr.dtype.element_ty), mask=inside)
@@ -215,4 +247,5 @@ def float8_cast_kernel(
 
 # behind the kernels, whose source is a part of what compiled code is cached by
 _largest_operator = operator("titanyaml::float8_largest", _largest, _empty_largest)
+_parts_operator = operator("titanyaml::float8_parts", _parts, _empty_parts)
 _cast_operator = operator("titanyaml::float8_cast", _cast, _empty)

@@ -91,6 +91,10 @@ class Compile:
         self.earlier, self.device = compat_compile.compile_counts(), ctx.device
         compat_compile.guard_module_hooks()  # another plugin may hook a single block
         compat_compile.mend_saved_rng_states()  # another plugin may have made DTensors of the parameters
+        if self.backend == "inductor":
+            from titanyaml.dist import compat_inductor  # seconds to import
+
+            compat_inductor.keep_sums_apart()
         compiled, names, eager = [], [], {}
         if self._compiles_model(ctx):
             names, eager = (["*"], {}) if self.mode == "model" else _parts(ctx)
