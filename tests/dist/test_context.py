@@ -30,7 +30,8 @@ def test_positions_are_dealt_out_once_and_evenly(size: int) -> None:
 def exchange(rank: int, whole: Tensor, grads: list[Tensor]) -> list[Tensor]:
     group = TensorGroup.of(init_device_mesh("cpu", (2,)))
     mine = whole.chunk(2, dim=2)[rank].clone().requires_grad_()
-    heads = context.sequence_to_heads(mine, group)
+    heads, more = context.sequence_to_heads((mine, 2 * mine), group)
+    assert torch.equal(more, 2 * heads)
     heads.backward(grads[rank])
     back = context.heads_to_sequence(heads.detach(), group)
     gathered_from = whole[:, :, context.head_tail_positions(8, rank=rank, size=2, device=CPU)].requires_grad_()

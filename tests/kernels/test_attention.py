@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanyaml.kernels.attention import kernel_for, merge, part_backward, part_forward
+from titanyaml.kernels.attention import kernel_for, merge_, part_backward, part_forward
 
 KERNELS = ["plain"] if not torch.cuda.is_available() else ["plain", "flash", "cudnn"]
 
@@ -52,9 +52,8 @@ def test_two_parts_merge_to_the_whole(kernel: str, heads: int, kv_heads: int) ->
     """The tail half of the queries: all of the first 32 keys, and causally their own 32."""
     q, k, v, grad = draw(kernel, heads, kv_heads, 32, 64)
     early, late = (k[:, :, :32], v[:, :, :32]), (k[:, :, 32:], v[:, :, 32:])
-    out, lse = merge(*part_forward(q, *late, causal=True, kernel=kernel),
-                     *part_forward(q, *early, causal=False, kernel=kernel))
-    out = out.to(q.dtype)
+    out, lse = part_forward(q, *late, causal=True, kernel=kernel)
+    merge_(out, lse, *part_forward(q, *early, causal=False, kernel=kernel), kernel=kernel)
     first = part_backward(grad, q, *early, out, lse, causal=False, kernel=kernel)
     second = part_backward(grad, q, *late, out, lse, causal=True, kernel=kernel)
     found = [out, first[0] + second[0], *(torch.cat(pair, dim=2) for pair in zip(first[1:], second[1:], strict=True))]

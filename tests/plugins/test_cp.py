@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.plugins.parity import cp
-from tests.plugins.small import SEQ, VOCAB, build, context, spec
+from tests.plugins import inductor_graphs
+from tests.plugins.parity import SELECTIVE, cp
+from tests.plugins.small import COMPILE, SEQ, VOCAB, batch, build, context, loss, spec
 from tests.ranks import run_ranks
+from titanyaml.dist import compat
 from titanyaml.dist.context import even_positions, head_tail_positions
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.errors import PipelineError
@@ -44,6 +46,24 @@ def test_a_document_does_not_see_another(method: str) -> None:
     runs = {"allgather": "plain kernels; each rank holds 8 of 16 positions, a head and a tail run",
             "ulysses": "the usual attention kernel; each rank holds 8 of 16 positions, one run"}
     assert summary == f"4 attentions over cp(2) by {method}, {runs[method]}"
+
+
+@pytest.mark.parametrize(("method", "forward", "backward"), [
+    ("allgather", {"context_attention": 1}, {"context_attention_backward": 1}),
+    ("ulysses", {"all_to_all_single": 2}, {"all_to_all_single": 2}),
+])
+def test_selective_recomputation_repeats_no_transfer(method: str, forward: dict, backward: dict) -> None:
+    inductor_graphs.register()
+    inductor_graphs.GRAPHS.clear()
+    nodes = {"cp": cp(method), "ac": SELECTIVE, "compile": {**COMPILE, "backend": inductor_graphs.BACKEND}}
+    with compat.fake_process_group(2):
+        built = build(nodes, model_spec=spec(num_layers=1), dims=CP2, mesh=CP2.build("cpu"))
+        loss(built.model, *batch(2)).backward()
+    torch.compiler.reset()
+    for graph, wanted in zip(inductor_graphs.GRAPHS, (forward, backward), strict=True):
+        transfers = {name: count for name, count in graph.items()
+                     if name.startswith("context_attention") or name in ("all_to_all_single", "all_gather_into_tensor")}
+        assert transfers == wanted
 
 
 def refused(rank: int, method: str) -> str:

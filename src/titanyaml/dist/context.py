@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanyaml.dist import compat
-from titanyaml.dist.tensor import TensorGroup
+from titanyaml.dist.tensor import TensorGroup, exchange_rows
 
 
 def even_positions(length: int, *, rank: int, size: int, device: torch.device) -> Tensor:
@@ -48,14 +48,25 @@ def gather_positions(x_BNSH: Tensor, group: TensorGroup) -> Tensor:
     return _GatherPositions.apply(x_BNSH, group.name, group.size)
 
 
-def sequence_to_heads(x_BNSH: Tensor, group: TensorGroup) -> Tensor:
-    """All heads of the rank's positions to some heads of all positions: [B, N, S, H] to [B, N/W, T, H]."""
-    return _Exchange.apply(x_BNSH, group.name, group.size, True)
+def sequence_to_heads(tensors_BNSH: tuple[Tensor, ...], group: TensorGroup) -> tuple[Tensor, ...]:
+    """All heads of the rank's positions to some heads of all positions: each [B, N, S, H] to [B, N/W, T, H].
+
+    One exchange for all; one copy before it and, with several sequences, one behind it. The results are views in the
+    memory order B, T, heads, H.
+    """
+    size = group.size
+    heads = [x.shape[1] // size for x in tensors_BNSH]
+    mine_WBSnH = torch.cat([x.transpose(1, 2).unflatten(2, (size, -1)).movedim(2, 0) for x in tensors_BNSH], dim=3)
+    theirs_WBSnH = exchange_rows(mine_WBSnH, [1] * size, [1] * size, group)
+    return theirs_WBSnH.movedim(0, 1).flatten(1, 2).transpose(1, 2).split(heads, dim=1)
 
 
 def heads_to_sequence(x_BNTH: Tensor, group: TensorGroup) -> Tensor:
-    """The reverse: [B, N/W, T, H] to [B, N, S, H]."""
-    return _Exchange.apply(x_BNTH, group.name, group.size, False)
+    """The reverse, of one tensor: [B, N/W, T, H] to [B, N, S, H], in the memory order B, S, N, H."""
+    size = group.size
+    mine_WBSnH = x_BNTH.transpose(1, 2).unflatten(1, (size, -1)).movedim(1, 0)
+    theirs_WBSnH = exchange_rows(mine_WBSnH, [1] * size, [1] * size, group)
+    return theirs_WBSnH.movedim(0, 2).flatten(2, 3).transpose(1, 2)
 
 
 class _GatherPositions(torch.autograd.Function):
@@ -71,22 +82,3 @@ class _GatherPositions(torch.autograd.Function):
         name, size = ctx.group
         ranks = rank_order(grad_BNTH, 2, size).chunk(size, dim=2)
         return compat.reduce_scatter(torch.cat(ranks), size, name), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, size: int, to_heads: bool) -> Tensor:
-        ctx.group = name, size, to_heads
-        return _exchange(x, name, size, to_heads)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        name, size, to_heads = ctx.group
-        return _exchange(grad, name, size, not to_heads), None, None, None
-
-
-def _exchange(x: Tensor, name: str, size: int, to_heads: bool) -> Tensor:
-    split, joined = (1, 2) if to_heads else (2, 1)
-    parts = torch.stack(x.chunk(size, split))  # the collective works along dimension 0
-    return torch.cat(compat.all_to_all(parts, [1] * size, [1] * size, name).unbind(), joined)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from titanyaml.dist import compat
+from titanyaml.kernels import jit, merge
 
 Kernel = Literal["cudnn", "flash", "plain"]
 
@@ -75,14 +76,12 @@ def part_backward(
     return grad_q.to(q_BNSH.dtype), grad_k.to(k_BKTH.dtype), grad_v.to(v_BKTH.dtype)
 
 
-def merge(
-    out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both parts; the output keeps the wider dtype of the log-sum-exp."""
-    lse = torch.logaddexp(lse_BNS, part_lse_BNS)
-    weights = ((one - lse).exp().unsqueeze(-1) for one in (lse_BNS, part_lse_BNS))
-    first, second = (weight * out for weight, out in zip(weights, (out_BNSH, part_BNSH), strict=True))
-    return first + second, lse
+def merge_(
+    out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor, *, kernel: Kernel
+) -> None:
+    """Attention over the keys of both parts, in place of the first; rounded to the dtypes of ``out`` and ``lse``."""
+    fused = kernel != "plain" and jit.triton is not None
+    (merge.merge_ if fused else merge.reference_)(out_BNSH, lse_BNS, part_BNSH, part_lse_BNS)
 
 
 def _scores(q_BNSH: Tensor, k_BKTH: Tensor, *, causal: bool) -> Tensor:

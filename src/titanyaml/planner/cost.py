@@ -101,7 +101,7 @@ def collective_seconds(job: Job, one: Collective) -> float:
     if size == 1:
         return 0.0
     share = {"all_reduce": 2.0 * (size - 1) / size}.get(one.op, (size - 1) / size)
-    if one.axis == "cp" and one.op == "all_to_all" and job.cp_method == "ring":
+    if one.axis == "cp" and one.op == "all_to_all" and job.cp_method != "ulysses":
         share = 1.0
     network = job.network
     return one.bytes * share / network.rate(job.mesh, one.axis) + network.latency(job.mesh, one.axis)

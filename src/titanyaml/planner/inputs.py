@@ -234,7 +234,7 @@ class Software:
 
 
 #: This project: with plain PyTorch's kernels, and with its own.
-TITANYAML = Software("titanyaml", copies_sequence=True)
+TITANYAML = Software("titanyaml", copies_sequence=True, keeps_scattered=True)
 FUSED = replace(TITANYAML, optimizer_bytes=32.0)
 
 

@@ -141,7 +141,7 @@ def _attention(job: Job, *, backward: bool) -> Attention:
 
 
 def _context(job: Job, *, backward: bool) -> list[Operator]:
-    """Transfers of cp: keys and values gathered, once more in the backward pass, and their gradients scattered."""
+    """Transfers of cp: keys and values gathered, once more in the backward pass, and their gradients exchanged."""
     mesh, shape, b = job.mesh, job.shape, job.compute_bytes
     if mesh.cp == 1:
         return []
@@ -149,12 +149,12 @@ def _context(job: Job, *, backward: bool) -> list[Operator]:
     if job.cp_method == "ulysses":
         out = job.tokens * (shape.query_dim // mesh.tp)
         return [Collective("cp", "all_to_all", (keys + out) * b), Collective("cp", "all_to_all", out * b)]
-    if job.cp_method == "ring":  # as the bytes of a gather; gradients travel in fp32, one round more
-        rounds = mesh.cp - 1
+    if job.cp_method == "ring":  # as the bytes of a gather; gradients in fp32 where several ranks add to them
+        rounds, width = mesh.cp - 1, b if mesh.cp == 2 else max(b, 4)
         sent = [Collective("cp", "all_to_all", keys * b)] * rounds
-        return sent + [Collective("cp", "all_to_all", keys * max(b, 4))] * (mesh.cp if backward else 0)
+        return sent + [Collective("cp", "all_to_all", keys * width)] * (rounds if backward else 0)
     sent = [Collective("cp", "all_gather", keys * b * mesh.cp, "keys and values")]
-    return sent + [Collective("cp", "reduce_scatter", keys * b * mesh.cp)] * backward
+    return sent + [Collective("cp", "all_to_all", keys * b * (mesh.cp - 1))] * backward
 
 
 def _forward_passes(job: Job) -> list[Operator]:

@@ -6,6 +6,7 @@ module as before: nothing of a wrapper can leak into a checkpoint.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch.nn.attention.varlen  # noqa: F401 - the same
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import titanyaml.kernels.context_attention  # noqa: F401 - registers its operator
 from titanyaml.dist import compat_compile
+from titanyaml.dist.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.pipeline.protocol import Change, Context, some
 
@@ -40,11 +43,14 @@ ATTENTION = _operators(
     "_efficient_attention_forward",
     "_cudnn_attention_forward",
 ) | _operators(torch.ops.higher_order, "flex_attention") | _operators(torch.ops.torch_attn, "_varlen_attn")
+ATTENTION |= _operators(torch.ops.titanyaml, "context_attention")
 #: Products of two matrices: bfloat16, float8 (both generations of the operator), and of one matrix per expert.
 MATMULS = _operators(
     torch.ops.aten, "mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
     "_scaled_grouped_mm_v2",
 )
+#: Transfers whose result is no larger than what a product in front of them made: a scattered sum, an exchange of heads.
+TRANSFERS = _operators(torch.ops._c10d_functional, "reduce_scatter_tensor", "all_to_all_single")
 
 
 class ActivationCheckpointing:
@@ -53,7 +59,8 @@ class ActivationCheckpointing:
     Args:
         mode: ``full``: a block keeps its inputs only. ``selective_op``: it also keeps the outputs of fused attention
             (on every device, CPU included) and of every second matrix product, the 2nd, 4th, 6th, ... in order of
-            execution; the rest, attention that is not a fused operator included, is recomputed. In a block of
+            execution, and what tp ranks reduce-scatter and cp ranks exchange; the rest, attention that is not a fused
+            operator included, is recomputed. In a block of
             q, k, v, o, gate, up, down that keeps k, o and up: an odd count would keep the down projection, whose
             output no gradient needs. ``selective_layer``: as ``full``, for blocks 0, every, 2*every, ...
             ``memory_budget``: torch.compile's partitioner chooses, in each compiled graph, what costs the least to
@@ -101,11 +108,14 @@ class ActivationCheckpointing:
             return model, Change(summary, list(ctx.facts.blocks))
         period = self.every if self.mode == "selective_layer" else 1
         chosen = ctx.facts.blocks[::period]
-        contexts = selective_contexts if self.mode == "selective_op" else None
+        contexts = functools.partial(selective_contexts, _groups(ctx)) if self.mode == "selective_op" else None
         for name in chosen:
             block = model.get_submodule(name)
             block.forward = self.wrapped[name] = Checkpointed(block.forward, contexts)
-        kept = "fused attention and every second matrix product" if contexts else "block inputs"
+        kept = "block inputs"
+        if contexts:
+            peers = " and".join(("", " what tp and cp peers sent") if _groups(ctx) else ("",))
+            kept = f"fused attention{',' if peers else ' and'} every second matrix product{peers}"
         reason = f"selective_layer takes one block in {period}"
         return model, Change(
             f"{self.mode}: {len(chosen)} of {len(ctx.facts.blocks)} blocks keep {kept} and recompute the rest",
@@ -173,12 +183,24 @@ class Checkpointed:
         return self.inner(*args, **kwargs)
 
 
-def selective_contexts() -> Any:
-    """The pair of contexts for one forward of one block under ``selective_op``; the count starts anew each time."""
+def _groups(ctx: Context) -> frozenset[str]:
+    """Names of the tp and cp groups, whose transfers are not repeated under ``selective_op``."""
+    if ctx.mesh is None:
+        return frozenset()
+    degrees = {"tp": ctx.dims.tp, "cp": ctx.dims.cp}
+    return frozenset(TensorGroup.of(ctx.mesh[axis]).name for axis, degree in degrees.items() if degree > 1)
+
+
+def selective_contexts(groups: frozenset[str] = frozenset()) -> Any:
+    """The pair of contexts for one forward of one block under ``selective_op``; the count starts anew each time.
+
+    Args:
+        groups: process groups of which the received tensors are kept (``TRANSFERS``).
+    """
     products = {False: 0, True: 0}  # counted apart: torch before 2.13 asks again while it recomputes
 
     def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator in ATTENTION:
+        if operator in ATTENTION or (operator in TRANSFERS and args[-1] in groups):
             return CheckpointPolicy.MUST_SAVE
         if operator in MATMULS:
             products[ctx.is_recompute] += 1

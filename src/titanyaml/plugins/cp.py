@@ -150,12 +150,7 @@ class UlyssesAttention(Attention):
 
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Mask | None) -> Tensor:
         """Exchange, attend as one rank does, exchange back."""
-        size = self.group.size
-        # one exchange for all three: for each rank its share of the heads of each
-        shares = [x.chunk(size, dim=1) for x in (q_BNSH, k_BKSH, v_BKSH)]
-        packed = torch.cat([part for rank in zip(*shares, strict=True) for part in rank], dim=1)
-        heads = [x.shape[1] // size for x in (q_BNSH, k_BKSH, v_BKSH)]
-        q_BNTH, k_BKTH, v_BKTH = context.sequence_to_heads(packed, self.group).split(heads, dim=1)
+        q_BNTH, k_BKTH, v_BKTH = context.sequence_to_heads((q_BNSH, k_BKSH, v_BKSH), self.group)
         return context.heads_to_sequence(super().attend(q_BNTH, k_BKTH, v_BKTH, mask), self.group)
 
 

@@ -25,6 +25,7 @@ from titanyaml.config.schema import Compile, Config
 from titanyaml.dist import compat
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
+from titanyaml.kernels.context_attention import BODIES
 from titanyaml.planner import configured, operators, step
 from titanyaml.planner.inputs import Job
 from titanyaml.runner import setup
@@ -74,6 +75,9 @@ class _Notes(TorchDispatchMode):
         elif name == "chunked_cross_entropy":
             (tokens, width), rows = args[0].shape, args[1].shape[0]
             self.work.flops += 2 * tokens * width * rows * (1 + args[5] + args[6])
+        elif name in BODIES:
+            with self:  # its transfers are inside
+                return BODIES[name](*args)
         return func(*args, **(kwargs or {}))
 
 
