@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -75,8 +76,7 @@ COMMON = ["runner=bench", "parallel=single", f"runner.skipped_steps={SKIPPED_STE
           f"runner.measured_steps={MEASURED_STEPS}"]
 COMMON_PEER = [
     "--model.name=llama3", "--compile.enable", "--metrics.log_freq=1", "--metrics.disable_color_printing",
-    "--training.dataset=c4_test", f"--training.steps={SKIPPED_STEPS + MEASURED_STEPS}",
-    "--experimental.custom_import=torchtitan_sizes",
+    "--training.dataset=c4_test", "--experimental.custom_import=torchtitan_sizes",
 ]
 
 
@@ -110,41 +110,76 @@ def compare(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def run_ours(row: Row, more: list[str]) -> dict[str, Any]:
-    """What bench.json says."""
+def run_ours(
+    row: Row, more: list[str], *, common: list[str] | None = None, limit_s: float | None = None
+) -> dict[str, Any]:
+    """What bench.json says, the first losses, and what each plugin said before and after the first step.
+
+    Args:
+        common: in place of ``COMMON``. limit_s: after this many seconds the run is killed, and has failed.
+    """
+    common = COMMON if common is None else common
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "titanyaml", *COMMON, *row.ours, *more, f"run.dir={folder}/run"]
-        done = _run(command, cwd=HERE.parent, extra={})
-        path = Path(folder, "run", "bench.json")
-        if done.returncode or not path.is_file():
-            return _failed(command, done)
-        return {"command": command[1:-1], **json.loads(path.read_text())}
+        command = [sys.executable, "-m", "titanyaml", *common, *row.ours, *more, f"run.dir={folder}/run"]
+        done = run(command, cwd=HERE.parent, extra={}, limit_s=limit_s)
+        made = Path(folder, "run")
+        if done.returncode or not (made / "bench.json").is_file():
+            return failed(command, done)
+        plugins = {record["node"]: [record["summary"], record.get("verified", {}).get("summary")]
+                   for record in json.loads((made / "pipeline.json").read_text()) if "summary" in record}
+        losses = [json.loads(line)["loss"] for line in (made / "metrics.jsonl").read_text().splitlines()[:10]]
+        return {"command": command[1:-1], "first_losses": losses, "plugins": plugins,
+                **json.loads((made / "bench.json").read_text())}
 
 
-def run_peer(row: Row, checkout: Path) -> dict[str, Any]:
-    """The figures of torchtitan's log: median of the measured steps, largest memory."""
-    command = [sys.executable, "-m", "torchtitan.train", *COMMON_PEER, *row.peer]
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511",
-             "PYTHONPATH": os.pathsep.join([str(checkout), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = _run(command, cwd=checkout, extra=place)
+def run_peer(
+    row: Row, checkout: Path, *, ranks: int = 1, skipped: int = SKIPPED_STEPS, measured: int = MEASURED_STEPS,
+    limit_s: float | None = None,
+) -> dict[str, Any]:
+    """The figures of torchtitan's log: median of the measured steps, largest memory.
+
+    Args:
+        ranks: on this host; more than one are started by torchrun. skipped, measured: steps. limit_s: as of run_ours.
+    """
+    earlier = filter(None, [os.environ.get("PYTHONPATH")])
+    place = {"PYTHONPATH": os.pathsep.join([str(checkout), str(HERE), *earlier])}
+    program = ["-m", "torchtitan.train", *COMMON_PEER, *row.peer, f"--training.steps={skipped + measured}"]
+    if ranks == 1:
+        place |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    else:
+        program = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1",
+                   "--master-addr=127.0.0.1", "--master-port=29511", "--local-ranks-filter=0", *program]
+    command = [sys.executable, *program]
+    done = run(command, cwd=checkout, extra=place, limit_s=limit_s)
     steps = STEP.findall(done.stdout + done.stderr)
-    measured = [float(tps.replace(",", "")) for number, _, _, tps in steps if int(number) > SKIPPED_STEPS]
-    if done.returncode or len(measured) < MEASURED_STEPS:
-        return _failed(command, done)
-    tps = statistics.median(measured)
+    rates = [float(tps.replace(",", "")) for number, _, _, tps in steps if int(number) > skipped]
+    if done.returncode or len(rates) < measured:
+        return failed(command, done)
+    tps = statistics.median(rates)
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True)
     return {"command": command[1:], "commit": git.stdout.strip() or None, "tps": tps,
-            "tps_spread": (max(measured) - min(measured)) / tps, "loss": float(steps[-1][1]),
+            "tps_spread": (max(rates) - min(rates)) / tps, "loss": float(steps[-1][1]),
             "mem_reserved_gib": max(float(memory) for _, _, memory, _ in steps)}
 
 
-def _run(command: list[str], *, cwd: Path, extra: dict[str, str]) -> subprocess.CompletedProcess:
+def run(
+    command: list[str], *, cwd: Path, extra: dict[str, str], limit_s: float | None = None
+) -> subprocess.CompletedProcess:
+    """Run to the end or the limit, then kill it with all that it started."""
     print(" ".join(command[1:]), file=sys.stderr, flush=True)
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, **extra}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, start_new_session=True)
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        err += f"\nkilled after {limit_s:.0f} s"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _failed(command: list[str], done: subprocess.CompletedProcess) -> dict[str, Any]:
+def failed(command: list[str], done: subprocess.CompletedProcess) -> dict[str, Any]:
     lines = (done.stderr or done.stdout).strip().splitlines()
     return {"command": command[1:], "error": f"exit code {done.returncode}: " + "\n".join(lines[-15:])}
 
@@ -157,9 +192,9 @@ def write(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> No
     rows = []
     for name, row in results.items():
         ours, peer = row["ours"], row.get("torchtitan", {})
-        rows.append([name, _rate(ours), _rate(peer), _show(row["ratio"], ".3f"), _show(ours.get("mfu"), ".1%"),
-                     _show(ours.get("fraction_of_floor"), ".1%"), _show(ours.get("mem_reserved_gib"), ".1f"),
-                     _show(peer.get("mem_reserved_gib"), ".1f")])
+        rows.append([name, rate(ours), rate(peer), show(row["ratio"], ".3f"), show(ours.get("mfu"), ".1%"),
+                     show(ours.get("fraction_of_floor"), ".1%"), show(ours.get("mem_reserved_gib"), ".1f"),
+                     show(peer.get("mem_reserved_gib"), ".1f")])
     head = ["row", "ours, tokens/s", "torchtitan, tokens/s", "ratio", "our MFU", "our share of the floor", "our GiB",
             "torchtitan's GiB"]
     devices = ", ".join(machine.gpus()) or machine.processor()
@@ -168,13 +203,13 @@ def write(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> No
         f"{table(head, rows)}\n")
 
 
-def _rate(side: dict[str, Any]) -> str:
+def rate(side: dict[str, Any]) -> str:
     if not side:
         return "not run"
     return "failed" if "error" in side else f"{side['tps']:,.0f} +- {side['tps_spread'] / 2:.1%}"
 
 
-def _show(value: float | None, spec: str) -> str:
+def show(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 

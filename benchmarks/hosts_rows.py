@@ -1,0 +1,140 @@
+"""The work that ``hosts.py`` measures, in the order of importance; sizes of the model are Llama 3 3B, untied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MODEL = ["model=llama3_3b", "model.tie_embeddings=false", "tokenizer=bytes"]
+#: A model that trains within milliseconds on any machine.
+SMALL = ["model=llama3_debug", "model.dim=32", "model.num_heads=4", "model.num_kv_heads=4", "model.num_layers=4",
+         "model.ffn_dim=64", "model.vocab_size=288", "train.seq_len=64"]
+#: In place of ``MODEL`` and of the rows' batch.
+DEBUG = [*SMALL, "tokenizer=bytes", "compile=none", "ac=none", "train.local_batch=2", "train.global_batch=null"]
+SKIPPED, MEASURED, PROFILED = 4, 8, 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """One measured configuration.
+
+    Args:
+        ours: overrides. peer: torchtitan's options; None: it has no such work, or does it in float32 (tp and pp without
+            FSDP). ranks: GPUs that it takes. expected_s: seconds of our side, start and compilation included. compiled:
+            works in compiled graphs or on a GPU alone.
+    """
+
+    ours: list[str]
+    ranks: int
+    peer: list[str] | None = None
+    expected_s: int = 50
+    compiled: bool = False
+    steps: tuple[int, int] = field(default=(SKIPPED, MEASURED))
+
+
+_SELECTIVE = ["ac=selective_op"]
+_PEER = ["--model.flavor=3B", "--activation_checkpoint.mode=selective",
+         "--activation_checkpoint.selective_ac_option=op"]
+_FLOAT8_PEER = ["--model.converters=quantize.linear.float8", "--quantize.linear.float8.filter_fqns=output"]
+_GATHER_PEER = ["--quantize.linear.float8.enable_fsdp_float8_all_gather",
+                "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"]
+_OWN = ["quant.product=own", "quant.fast_accum=true"]
+_ASYNC = ["compile=block", "compile.async_tp=true"]
+
+
+def rows(ranks: int) -> dict[str, Work]:
+    """Rows of a host with so many GPUs, at least 2."""
+    made = _context(2) | _tensor(2) | _data(ranks) | _long(2) | _pipeline()
+    if ranks > 2:
+        made |= _tensor(ranks) | _two_axes(ranks)
+    return made
+
+
+def _sizes(batch: int, length: int) -> tuple[list[str], list[str]]:
+    return ([f"train.local_batch={batch}", f"train.seq_len={length}"],
+            [f"--training.local_batch_size={batch}", f"--training.seq_len={length}"])
+
+
+def _context(ranks: int) -> dict[str, Work]:
+    """2 x 16,384 tokens; and with what a GPU's memory allows beyond the peer's recomputation."""
+    sizes, peer = _sizes(2, 16384)
+    base = [*sizes, f"parallel=cp{ranks}"]
+    theirs = [*_PEER, *peer, f"--parallelism.context_parallel_degree={ranks}",
+              "--parallelism.data_parallel_shard_degree=1"]
+    made = {
+        f"cp{ranks}-{method}": Work([*base, *_SELECTIVE, f"parallel.cp_method={method}"], ranks,
+                                    theirs if method == "allgather" else None, 55)
+        for method in ("allgather", "ulysses", "ring")
+    }
+    made[f"cp{ranks}-allgather-keep"] = Work([*base, *_SELECTIVE, "parallel.fsdp_reshard_after_forward=never"], ranks)
+    made[f"cp{ranks}-allgather-none"] = Work([*base, "ac=none"], ranks)
+    return made
+
+
+def _long(ranks: int) -> dict[str, Work]:
+    sizes, _ = _sizes(1, 65536)
+    return {
+        f"cp{ranks}-64k-{method}": Work(
+            [*sizes, f"parallel=cp{ranks}", *_SELECTIVE, f"parallel.cp_method={method}"], ranks, expected_s=100,
+            steps=(3, 4))
+        for method in ("allgather", "ulysses", "ring")
+    }
+
+
+def _tensor(ranks: int) -> dict[str, Work]:
+    sizes, _ = _sizes(8, 4096)
+    base, name = [*sizes, f"parallel=tp{ranks}", *_SELECTIVE], f"tp{ranks}"
+    made = {name: Work(base, ranks)}
+    for kind, ops in (("auto", "[auto]"), ("all", "[all_gather,reduce_scatter]"), ("gathers", "[all_gather]")):
+        made[f"{name}-async-{kind}"] = Work([*base, *_ASYNC, f"compile.async_tp_ops={ops}"], ranks, compiled=True)
+    for recipe in ("tensorwise", "rowwise"):
+        quant = [f"quant=float8_{recipe}", *_OWN]
+        made[f"{name}-{recipe}"] = Work([*base, *quant], ranks)
+        made[f"{name}-{recipe}-async-auto"] = Work(
+            [*base, *quant, *_ASYNC, "compile.async_tp_ops=[auto]"], ranks, compiled=True)
+    return made
+
+
+def _data(ranks: int) -> dict[str, Work]:
+    sizes, peer = _sizes(4, 4096)
+    base, name = [*sizes, f"parallel=fsdp{ranks}", *_SELECTIVE], f"fsdp{ranks}"
+    theirs = [*_PEER, *peer, f"--parallelism.data_parallel_shard_degree={ranks}"]
+    made = {name: Work(base, ranks, theirs)}
+    for recipe in ("tensorwise", "rowwise"):
+        quant = [f"quant=float8_{recipe}"]
+        made[f"{name}-{recipe}-own"] = Work([*base, *quant, *_OWN], ranks)
+        made[f"{name}-{recipe}"] = Work([*base, *quant], ranks, [
+            *theirs, *_FLOAT8_PEER, f"--quantize.linear.float8.recipe_name={recipe}"] if recipe == "rowwise" else None)
+    made[f"{name}-tensorwise-gather"] = Work(
+        [*base, "quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true", "quant.precompute_scale=true"], ranks,
+        [*theirs, *_FLOAT8_PEER, *_GATHER_PEER])
+    return made
+
+
+def _pipeline() -> dict[str, Work]:
+    """8 microbatches of 2 x 4096 tokens."""
+    base = ["train.local_batch=2", "train.seq_len=4096", "train.global_batch=16", "parallel=pp2"]
+    split = ["compile=none", "ac=none"]  # a backward in two parts takes neither compiled blocks nor recomputation
+    return {
+        "pp2-1f1b": Work([*base, *_SELECTIVE, "parallel.pp_schedule=1F1B"], 2, expected_s=60),
+        "pp2-interleaved": Work([*base, *_SELECTIVE, "parallel.pp_schedule=Interleaved1F1B"], 2, expected_s=60),
+        "pp2-zbv": Work([*base, *split, "parallel.pp_schedule=ZBVZeroBubble"], 2, expected_s=60),
+    }
+
+
+def _two_axes(ranks: int) -> dict[str, Work]:
+    half, (sizes, peer) = ranks // 2, _sizes(4, 4096)
+    long, long_peer = _sizes(2, 16384)
+    shard = f"--parallelism.data_parallel_shard_degree={half}"
+    return {
+        f"fsdp{half}_tp2": Work([*sizes, f"parallel=fsdp{half}_tp2", *_SELECTIVE], ranks, [
+            *_PEER, *peer, shard, "--parallelism.tensor_parallel_degree=2"]),
+        f"fsdp{half}_tp2-async-auto": Work(
+            [*sizes, f"parallel=fsdp{half}_tp2", *_SELECTIVE, *_ASYNC, "compile.async_tp_ops=[auto]"], ranks,
+            compiled=True),
+        f"fsdp{half}_cp2": Work([*long, f"parallel=fsdp{half}_cp2", *_SELECTIVE], ranks, [
+            *_PEER, *long_peer, shard, "--parallelism.context_parallel_degree=2"]),
+        f"hsdp2x{half}": Work([*sizes, f"parallel=hsdp2x{half}", *_SELECTIVE], ranks, [
+            *_PEER, *peer, shard, "--parallelism.data_parallel_replicate_degree=2"]),
+        f"fsdp{half}_pp2": Work(["train.local_batch=2", "train.seq_len=4096", f"train.global_batch={16 * half}",
+                                 f"parallel=fsdp{half}_pp2", *_SELECTIVE], ranks),
+    }
