@@ -12,6 +12,7 @@ The debug model, tokens of a fixed stream, equal seeds. Bounds are stated here, 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -74,12 +75,20 @@ def parity(
     alone, rows = found.pop("single"), {}
     for name, run in found.items():
         rows[name] = run if "error" in run or "error" in alone else {
-            "loss": max(abs(a - b) for a, b in zip(run["loss"], alone["loss"], strict=True)),
-            "norm": max(abs(a / b - 1) for a, b in zip(run["norm"], alone["norm"], strict=True)),
+            "loss": _worst(run["loss"], alone["loss"], lambda a, b: abs(a - b)),
+            "norm": _worst(run["norm"], alone["norm"], lambda a, b: abs(a / b - 1)),
         }
         rows[name]["ok"] = rows[name].get("loss", 1.0) <= loss_bound and rows[name].get("norm", 1.0) <= norm_bound
     return {"dtype": dtype, "loss_bound": loss_bound, "norm_bound": norm_bound, "single": alone, "meshes": rows,
             "ok": all(row["ok"] for row in rows.values()) and "error" not in alone}
+
+
+def _worst(found: list[float], wanted: list[float], distance: Callable[[float, float], float]) -> float:
+    """The largest distance; infinite where a value is missing or none."""
+    if not wanted or len(found) != len(wanted):
+        return math.inf
+    apart = [distance(a, b) for a, b in zip(found, wanted, strict=True)]
+    return math.inf if any(map(math.isnan, apart)) else max(apart)
 
 
 def _train(options: list[str], folder: Path, limit_s: float) -> dict[str, Any]:
@@ -130,11 +139,11 @@ def kill(folder: Path, *, limit_s: float, more: list[str] = ()) -> dict[str, Any
     resumed = _train(options, killed, limit_s)
     if "error" in straight or "error" in resumed:
         return found | {"ok": False, "straight": straight, "resumed": resumed}
-    same_length = len(straight["loss"]) == len(resumed["loss"]) == KILL_STEPS
-    worst = max(abs(a - b) for a, b in zip(straight["loss"], resumed["loss"], strict=False))
+    worst = _worst(resumed["loss"], straight["loss"], lambda a, b: abs(a - b))
     found |= {"bit_equal": straight == resumed, "loss": worst}
-    ok = same_length and worst <= BOUNDS["float64"][0] and found["exit_code"] != 0 and bool(found["told"])
-    return found | {"ok": ok and found["reached"] and found["steps_before"] < KILL_STEPS}
+    resumes = len(straight["loss"]) == KILL_STEPS and worst <= BOUNDS["float64"][0]
+    ended = found["exit_code"] != 0 and bool(found["told"])
+    return found | {"ok": resumes and ended and found["reached"] and found["steps_before"] < KILL_STEPS}
 
 
 def _wait(condition: Callable[[], bool], process: subprocess.Popen, limit_s: float) -> bool:

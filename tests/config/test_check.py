@@ -61,13 +61,13 @@ def test_unknown_keys_name_the_nearest(inspect, key: str, near: str) -> None:
 
 def test_items_of_a_list_are_among_its_choices(one) -> None:
     problem = one("compile.async_tp_ops", ["all_gather", "all_reduce"])
-    assert (problem.key, problem.allowed) == ("compile.async_tp_ops[1]", "all_gather, reduce_scatter")
+    assert (problem.key, problem.allowed) == ("compile.async_tp_ops[1]", "all_gather, reduce_scatter, auto")
     assert problem.hint == "", "a key inside a list cannot be typed"
 
 
 def test_a_list_with_choices_names_them(one) -> None:
     problem = one("compile.async_tp_ops", "all_gather")
-    assert (problem.allowed, problem.hint) == ("a list of all_gather, reduce_scatter",
+    assert (problem.allowed, problem.hint) == ("a list of all_gather, reduce_scatter, auto",
                                                "compile.async_tp_ops=[all_gather]")
 
 

@@ -73,6 +73,8 @@ CASES = {
                                       "parallel.tp_sequence_parallel=false"], "is false: the tp ranks then send"),
     "async_tp_has_inductor": (["compile.async_tp=true", "compile=block", "parallel=tp2", "compile.backend=aot_eager"],
                               "is aot_eager, which does not know"),
+    "async_tp_is_chosen_once": (["compile.async_tp=true", "compile=block", "parallel=tp2",
+                                 "compile.async_tp_ops=[auto,all_gather]"], "has auto beside others"),
     "async_tp_overlaps_something": (["compile.async_tp=true", "compile=block", "parallel=tp2",
                                      "compile.async_tp_ops=[]"], "is empty"),
     "device_multiplies_in_float8": (["quant=float8_rowwise"], "is float8_rowwise, but this machine has no GPU"),

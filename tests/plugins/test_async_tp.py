@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +29,12 @@ from tests.plugins.parity import (
 )
 from tests.plugins.small import COMPILE, FSDP, Built, batch, build, context, loss, spec
 from tests.ranks import run_ranks
-from titanyaml.dist import compat
+from titanyaml.dist import async_tp_times, compat
 from titanyaml.dist.mesh import ParallelDims
+from titanyaml.dist.tensor import TensorGroup
 from titanyaml.errors import PipelineError
 from titanyaml.pipeline.resolve import resolve, verify
+from titanyaml.plugins.async_tp import AsyncTensorParallel
 
 ASYNC = {"_target_": "titanyaml.plugins.async_tp.AsyncTensorParallel"}
 GRAPH = {**COMPILE, "backend": inductor_graphs.BACKEND}
@@ -107,6 +112,104 @@ def test_only_what_was_asked_for_is_fused() -> None:
     assert change.summary == (
         f"fused in the compiled graphs, forward + backward: 2 + 2 all-gathers; left as they are: {'; '.join(left)}"
     )
+
+
+AUTO = {**ASYNC, "operators": ["auto"]}
+SLOWER = "measured slower when fused"
+
+
+def clocked(monkeypatch, wins: Callable[[async_tp_times.Place], bool]) -> list[async_tp_times.Place]:
+    """A clock that says of each place, apart and fused, what ``wins`` wants; the places that it is asked about."""
+    asked, calls = [], async_tp_times.calls
+
+    def told(place, group, **options):
+        asked.append(place)
+        assert all(map(callable, calls(place, group, **options)))
+        return 1.0, 0.5 if wins(place) else 0.99  # less than the margin
+
+    monkeypatch.setattr(async_tp_times, "calls", told)
+    monkeypatch.setattr(AsyncTensorParallel, "clock", staticmethod(lambda milliseconds: milliseconds))
+    return asked
+
+
+def test_auto_fuses_what_was_measured_to_gain(monkeypatch, tmp_path) -> None:
+    """Gathers alone, where recomputation repeats some of their products; then from the file, with another clock."""
+    asked = clocked(monkeypatch, lambda place: place.kind == "all_gather")
+    for again in (False, True):
+        with compat.fake_process_group(2):
+            built = on_fake_ranks({"compile": GRAPH, "ac": SELECTIVE, "async_tp": {**AUTO, "cache_dir": str(tmp_path)}})
+            change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
+        release()
+        assert [graph["fused_all_gather_matmul"] for graph in GRAPHS] == [2, 4]
+        assert [graph["reduce_scatter_tensor"] for graph in GRAPHS] == [2, 2]
+        assert change.summary == ("fused in the compiled graphs, forward + backward: 2 + 4 all-gathers, 0 + 0 "
+                                  f"reduce-scatters; left as they are: 2 reduce-scatters backward: {SLOWER}; "
+                                  f"2 reduce-scatters forward: {SLOWER}")
+        told = built.changes["async_tp"].summary
+        assert "all_gather 32x32 to 8+8+16 1.000 ms, fused 0.500: fused" in told
+        assert "reduce_scatter 32x56 to 32 1.000 ms, fused 0.990: left" in told
+        assert bool(asked) is not again
+        asked = clocked(monkeypatch, lambda place: False)
+    key, = json.loads((tmp_path / "async_tp.json").read_text())
+    assert key == f"torch {torch.__version__}; cpu; torch.bfloat16; tp 2; 2 sequences; 2 ranks"
+
+
+def test_auto_leaves_a_sum_alone_that_would_lose(monkeypatch) -> None:
+    """Its products are not put side by side either. One place wins, so that it is no error."""
+    clocked(monkeypatch, lambda place: place.kind == "reduce_scatter" and place.inner == 28)  # down
+    with compat.fake_process_group(2):
+        built = on_fake_ranks({"compile": GRAPH, "async_tp": AUTO})
+        verify(built.model, built.resolved, built.ctx)
+    assert [graph["fused_matmul_reduce_scatter"] for graph in GRAPHS] == [1, 0]
+    assert [graph["mm"] for graph in GRAPHS] == [6, 14]
+
+
+def test_auto_that_wins_nowhere_says_so_loudly(monkeypatch, caplog) -> None:
+    clocked(monkeypatch, lambda place: False)
+    with compat.fake_process_group(2), caplog.at_level("WARNING"):
+        built = on_fake_ranks({"compile": GRAPH, "async_tp": AUTO})
+        change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
+    assert change.summary.startswith("NOTHING was fused, since every place was measured slower so; ")
+    assert "fuses NOTHING" in caplog.text
+    with compat.fake_process_group(2):
+        built = on_fake_ranks({"compile": COMPILE, "async_tp": AUTO})  # a backend that knows nothing of it
+        with pytest.raises(PipelineError, match="was fused"):
+            verify(built.model, built.resolved, built.ctx)
+
+
+def test_auto_without_a_gpu_fuses_all() -> None:
+    with compat.fake_process_group(2):
+        built = on_fake_ranks({"compile": GRAPH, "async_tp": AUTO})
+        change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
+    assert "all of them, since nothing was measured" in built.changes["async_tp"].summary
+    assert change.summary == fused((2, 2), (2, 2))
+
+
+def timed_apart(rank: int, folder: str) -> list[tuple[str, float, float]]:
+    """Times of a rank that is as slow as its number; and that both ways of a place give the same."""
+    mesh, cpu = TP2.build("cpu"), torch.device("cpu")
+    group = TensorGroup.of(mesh["tp"])
+    compat_async_tp = importlib.import_module("titanyaml.dist.compat_async_tp")
+    compat_async_tp.register_cpu_kernels()
+    places = async_tp_times.block_places(16, 12, [(8, 4)], [6])
+    for place in places:
+        torch.manual_seed(0)
+        apart, together = (call() for call in async_tp_times.calls(
+            place, group, batch=2, dtype=torch.float64, device=cpu))
+        together = [together] if isinstance(together, torch.Tensor) else together
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(apart, together, strict=True))
+    times = async_tp_times.measure(places, group, batch=2, dtype=torch.float64, device=cpu,
+                                   cache=Path(folder) / "times.json", clock=lambda call: 1.0 + rank)
+    return [(str(place), time.apart, time.fused) for place, time in times.items()]
+
+
+def test_all_ranks_see_the_slowest_rank(tmp_path) -> None:
+    first, second = run_ranks(timed_apart, 2, str(tmp_path))
+    assert first == second
+    assert {row[1:] for row in first} == {(2.0, 2.0)}
+    assert [row[0] for row in first] == [
+        "all_gather 16x12 to 4", "all_gather 16x12 to 4+8", "all_gather 16x12 to 6", "all_gather 16x12 to 8",
+        "reduce_scatter 16x6 to 12", "reduce_scatter 16x12 to 12"]
 
 
 @pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp"])
@@ -237,7 +340,8 @@ def test_off_and_refused(monkeypatch) -> None:
         resolve({"tp": TP, "async_tp": unknown, "compile": {**COMPILE, "mode": "auto"}}, ctx)
     needs, unknown = error.value.problems
     assert "needs the node 'compile', which is off: compile.mode is auto" in needs.message
-    assert (unknown.key, unknown.allowed) == ("compile.async_tp_ops", "some of all_gather, reduce_scatter")
+    assert unknown.key == "compile.async_tp_ops"
+    assert unknown.allowed == "some of all_gather, reduce_scatter; or auto alone"
     with pytest.raises(PipelineError, match="the node that does it is not on"):
         resolve({"tp": TP, "compile": {**COMPILE, "async_tp": True}}, ctx)
     with monkeypatch.context() as patch:

@@ -72,6 +72,16 @@ def async_tp_overlaps_something(c: Any) -> Problem | None:
     if not c.compile.async_tp or c.compile.async_tp_ops:
         return None
     return Problem("compile.async_tp_ops", "is empty, and compile.async_tp is true",
-                   allowed="all_gather, reduce_scatter or both",
-                   hint=f"compile.async_tp_ops=[all_gather,reduce_scatter] or compile.async_tp_ops=[all_gather] or "
+                   allowed="all_gather, reduce_scatter or both; auto",
+                   hint=f"compile.async_tp_ops=[auto] or "
+                        f"compile.async_tp_ops=[all_gather,reduce_scatter] or compile.async_tp_ops=[all_gather] or "
                         f"compile.async_tp_ops=[reduce_scatter] or {_OFF}")
+
+
+@rule("compile.async_tp", "compile.async_tp_ops")
+def async_tp_is_chosen_once(c: Any) -> Problem | None:
+    if not c.compile.async_tp or "auto" not in c.compile.async_tp_ops or len(c.compile.async_tp_ops) == 1:
+        return None
+    return Problem("compile.async_tp_ops", "has auto beside others, and auto chooses among all of them",
+                   allowed="auto alone, or all_gather, reduce_scatter or both",
+                   hint="compile.async_tp_ops=[auto] or compile.async_tp_ops=[all_gather,reduce_scatter]")

@@ -94,8 +94,9 @@ class Compile(PluginNode):
     async_tp: bool = key(False, "overlap transfers of the tp ranks with the matrix products next to them, in pieces")
     async_tp_ops: list[str] = key(
         ["all_gather", "reduce_scatter"],
-        "what is overlapped: the gather before a product, the reduce-scatter behind one",
-        choices=["all_gather", "reduce_scatter"],
+        "what is overlapped: the gather before a product, the reduce-scatter behind one; or auto alone: what is "
+        "measured to gain, before compilation",
+        choices=["all_gather", "reduce_scatter", "auto"],
         when=("async_tp", [True]),
     )
     loss: bool = key(

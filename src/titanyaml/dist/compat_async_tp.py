@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.fx_passes import micro_pipeline_tp as stock
@@ -28,6 +29,7 @@ from torch.distributed import _symmetric_memory
 from torch.fx import Graph, Node
 
 from titanyaml.dist import graph_products
+from titanyaml.dist.async_tp_times import Place
 
 _COLLECTIVES = {
     torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
@@ -39,6 +41,8 @@ _NEEDED = (
     (inductor_config, "post_grad_custom_pre_pass"),
 )
 _PREFIX, _FUSED = "titanyaml async_tp", ""
+#: Why a place was left under measured choice.
+SLOWER, UNMEASURED = "measured slower when fused", "a shape that was not measured"
 _LIBRARIES: list[torch.library.Library] = []  # kernels live as long as their library
 
 
@@ -71,11 +75,14 @@ def fusions() -> Fusions:
     return found
 
 
-def fuse_collectives(group_name: str, kinds: tuple[str, ...], *, device_type: str) -> None:
+def fuse_collectives(
+    group_name: str, kinds: tuple[str, ...], *, device_type: str, wins: dict[Place, bool] | None = None
+) -> None:
     """From now on Inductor fuses a group's collectives with matrix products.
 
     Args:
         kinds: of "all_gather" and "reduce_scatter". device_type: "cpu" gets plain kernels of the fused operators.
+        wins: what is faster fused, of what was measured; no other place is touched. None: all are fused.
 
     Raises:
         RuntimeError: the hook is taken by somebody else, or this torch lacks a name.
@@ -86,18 +93,20 @@ def fuse_collectives(group_name: str, kinds: tuple[str, ...], *, device_type: st
     if taken is not None and not isinstance(taken, FuseCollectives):
         raise RuntimeError("torch._inductor.config.post_grad_custom_pre_pass is already in use")
     if device_type == "cpu":
-        _register_cpu_kernels()
-    inductor_config.post_grad_custom_pre_pass = FuseCollectives(group_name, kinds)
+        register_cpu_kernels()
+    inductor_config.post_grad_custom_pre_pass = FuseCollectives(group_name, kinds, wins)
 
 
 class FuseCollectives(CustomGraphPass):
     """The pass over one graph. Its identity is part of the key of Inductor's cache."""
 
-    def __init__(self, group_name: str, kinds: tuple[str, ...]) -> None:
-        self.group_name, self.kinds = group_name, kinds
+    def __init__(self, group_name: str, kinds: tuple[str, ...], wins: dict[Place, bool] | None) -> None:
+        self.group_name, self.kinds, self.wins = group_name, kinds, wins
+        self.refused: dict[Node, str] = {}
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, graph_products.__file__), repr((self.group_name, self.kinds)))
+        wins = None if self.wins is None else sorted(self.wins.items())
+        return get_hash_for_files((__file__, graph_products.__file__), repr((self.group_name, self.kinds, wins)))
 
     def __call__(self, graph: Graph) -> None:
         collectives = {
@@ -106,6 +115,7 @@ class FuseCollectives(CustomGraphPass):
         }
         if not collectives:
             return
+        self.refused = {}
         with _eligible(self.group_name):
             matched = self._gathers(graph) | self._scatters(graph, collectives)
         remain = set(graph.nodes)
@@ -119,6 +129,8 @@ class FuseCollectives(CustomGraphPass):
         if "all_gather" not in self.kinds:
             return set()
         matches = [match for match in stock.find_all_gather_patterns(graph) if match.group_name == self.group_name]
+        matches = [match for match in matches
+                   if self._wins(match.ag_node, graph_products.products_behind(match.res_node))]
         for match in matches:
             graph_products.take_biases_out(match.res_node)
             stock.fuse_all_gather_matmul(match)
@@ -129,17 +141,29 @@ class FuseCollectives(CustomGraphPass):
         if "reduce_scatter" not in self.kinds:
             return set()
         for node, kind in collectives.items():
-            if kind == "reduce_scatter":
+            if kind == "reduce_scatter" and self._wins(node, graph_products.product_before(node)):
                 graph_products.sum_as_one_product(node)
-        matches = [match for match in stock.find_reduce_scatter_patterns(graph) if match.group_name == self.group_name]
+        matches = [match for match in stock.find_reduce_scatter_patterns(graph)
+                   if match.group_name == self.group_name and match.reduce_scatter_node not in self.refused]
         for match in matches:
             stock.fuse_matmul_reduce_scatter(match)
         return {match.reduce_scatter_node for match in matches}
+
+    def _wins(self, node: Node, sizes: tuple[int, int, tuple[int, ...]] | None) -> bool:
+        """Whether a collective is to be fused with products of these sizes; notes why not."""
+        if self.wins is None or sizes is None:  # without a product the reason is another
+            return True
+        won = self.wins.get(Place(_COLLECTIVES[node.target], *sizes))
+        if not won:
+            self.refused[node] = UNMEASURED if won is None else SLOWER
+        return bool(won)
 
     def _reason(self, node: Node, kind: str, matched: set[Node]) -> str:
         """Why a collective is still there."""
         if kind not in self.kinds:
             return "not in compile.async_tp_ops"
+        if node in self.refused:
+            return self.refused[node]
         if node not in matched:
             return "torch knows no pattern for what surrounds it"
         if kind == "all_gather":
@@ -147,6 +171,16 @@ class FuseCollectives(CustomGraphPass):
         if not graph_products.is_product(graph_products.scattered(node)):
             return "what is scattered is no matrix product of this graph, and no sum of such alone"
         return "refused by torch's fusion"
+
+
+def gather_multiply(x_BSK: Tensor, weights: list[Tensor], group_name: str) -> list[Tensor]:
+    """Products of the gathered sequence, dimension 1, with each matrix, by torch's fused operator."""
+    return torch.ops.symm_mem.fused_all_gather_matmul(x_BSK, weights, 1, group_name)[1]
+
+
+def multiply_scatter(x_BSK: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    """The product, summed and scattered along dimension 1, by torch's fused operator."""
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x_BSK, weight, "sum", 1, group_name)
 
 
 @contextmanager
@@ -166,7 +200,7 @@ def _eligible(group_name: str) -> Iterator[None]:
 
 
 @cache
-def _register_cpu_kernels() -> None:
+def register_cpu_kernels() -> None:
     """Kernels that gather, then multiply, and multiply, then scatter: for a check of function on gloo ranks."""
     library = torch.library.Library("symm_mem", "IMPL")
     for name in ("all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",

@@ -51,6 +51,34 @@ def is_product(node: Node | None) -> bool:
         node.target is aten.reshape.default and node.args[0].target in _PRODUCTS))
 
 
+Sizes = tuple[int, int, tuple[int, ...]]
+
+
+def products_behind(gathered: Node) -> Sizes | None:
+    """Tokens, inner features and ascending widths of the products with a gathered tensor on their left; None: none."""
+    tensor = value(gathered)
+    flats = [user for user in gathered.users if user.target is aten.reshape.default]
+    widths = [value(mm).shape[-1] for left in (gathered, *flats) for mm in left.users
+              if (mm.target in _PRODUCTS and mm.args[0] is left)
+              or (mm.target is aten.addmm.default and mm.args[1] is left)]
+    return (math.prod(tensor.shape[:-1]), tensor.shape[-1], tuple(sorted(widths))) if widths else None
+
+
+def product_before(reduce_scatter: Node) -> Sizes | None:
+    """Tokens, inner features and width of the product that is scattered, or of the one that a sum would be formed as."""
+    total = scattered(reduce_scatter)
+    if total is None:
+        return None
+    addends = [total] if is_product(total) else _addends(total)
+    if len(addends) > 1 and not all(_is_private_product(node, total) for node in addends):
+        return None
+    products = [node.args[0] if node.target is aten.reshape.default else node for node in addends]
+    if any(node.target not in _PRODUCTS for node in products):
+        return None
+    tokens, width = value(products[0]).shape
+    return tokens, sum(value(node.args[0]).shape[1] for node in products), (width,)
+
+
 def sum_as_one_product(reduce_scatter: Node) -> None:
     """Form a scattered sum of products as one product; whatever is not such a sum stays as it is."""
     total = scattered(reduce_scatter)

@@ -62,13 +62,19 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
         sizes_of, mesh, device, profile.network(cluster or config.cluster, world_size=mesh.world_size),
         software, seq_len=train.seq_len, **batches, ac=config.ac.mode, ac_every=config.ac.every,
         ac_budget=config.ac.budget, quant=recipe, float8_gather=gathers, compiled=config.compile.mode != "none",
-        async_tp=tuple(config.compile.async_tp_ops) if config.compile.async_tp else (),
+        async_tp=_async_tp(config),
         chunk_tokens=config.loss.chunk_tokens or (4096 if software.loss == "fused" else 1024),
         sequence_parallel=parallel.tp_sequence_parallel,
         cp_method=parallel.cp_method, reshard=parallel.fsdp_reshard_after_forward,
         moment_bytes=MOMENTS[config.optim.name], master_bytes=MASTERS[config.optim.master],
         compute_bytes=_WIDTH[train.compute_dtype],
     )
+
+
+def _async_tp(config: Config) -> tuple[str, ...]:
+    """Kinds of transfers that are overlapped; what a measurement would leave is not known here."""
+    kinds = tuple(config.compile.async_tp_ops) if config.compile.async_tp else ()
+    return ("all_gather", "reduce_scatter") if kinds == ("auto",) else kinds
 
 
 def _quant(config: Config) -> tuple[str, bool]:
