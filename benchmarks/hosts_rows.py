@@ -89,8 +89,8 @@ def _tensor(ranks: int) -> dict[str, Work]:
     for recipe in ("tensorwise", "rowwise"):
         quant = [f"quant=float8_{recipe}", *_OWN]
         made[f"{name}-{recipe}"] = Work([*base, *quant], ranks)
-        made[f"{name}-{recipe}-async-auto"] = Work(
-            [*base, *quant, *_ASYNC, "compile.async_tp_ops=[auto]"], ranks, compiled=True)
+        made[f"{name}-{recipe}-async-scatters"] = Work(  # its gathers stand before casts
+            [*base, *quant, *_ASYNC, "compile.async_tp_ops=[reduce_scatter]"], ranks, compiled=True)
     return made
 
 

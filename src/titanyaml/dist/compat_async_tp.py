@@ -42,7 +42,7 @@ _NEEDED = (
 )
 _PREFIX, _FUSED = "titanyaml async_tp", ""
 #: Why a place was left under measured choice.
-SLOWER, UNMEASURED = "measured slower when fused", "a shape that was not measured"
+SLOWER, UNMEASURED = "measured slower when fused", "a shape or a kind of product that was not measured"
 _LIBRARIES: list[torch.library.Library] = []  # kernels live as long as their library
 
 

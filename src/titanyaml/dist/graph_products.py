@@ -51,21 +51,23 @@ def is_product(node: Node | None) -> bool:
         node.target is aten.reshape.default and node.args[0].target in _PRODUCTS))
 
 
+#: Tokens, inner features, and ascending widths of products: none where they are in float8.
 Sizes = tuple[int, int, tuple[int, ...]]
 
 
 def products_behind(gathered: Node) -> Sizes | None:
-    """Tokens, inner features and ascending widths of the products with a gathered tensor on their left; None: none."""
+    """Of the products with a gathered tensor on their left; None where there are none."""
     tensor = value(gathered)
     flats = [user for user in gathered.users if user.target is aten.reshape.default]
-    widths = [value(mm).shape[-1] for left in (gathered, *flats) for mm in left.users
-              if (mm.target in _PRODUCTS and mm.args[0] is left)
-              or (mm.target is aten.addmm.default and mm.args[1] is left)]
-    return (math.prod(tensor.shape[:-1]), tensor.shape[-1], tuple(sorted(widths))) if widths else None
+    products = [mm for left in (gathered, *flats) for mm in left.users
+                if (mm.target in _PRODUCTS and mm.args[0] is left)
+                or (mm.target is aten.addmm.default and mm.args[1] is left)]
+    widths = tuple(sorted(value(mm).shape[-1] for mm in products if mm.target is not aten._scaled_mm.default))
+    return (math.prod(tensor.shape[:-1]), tensor.shape[-1], widths) if products else None
 
 
 def product_before(reduce_scatter: Node) -> Sizes | None:
-    """Tokens, inner features and width of the product that is scattered, or of the one that a sum would be formed as."""
+    """Of the product that is scattered, or of the one that a scattered sum would be formed as; None where it is none."""
     total = scattered(reduce_scatter)
     if total is None:
         return None
@@ -76,7 +78,8 @@ def product_before(reduce_scatter: Node) -> Sizes | None:
     if any(node.target not in _PRODUCTS for node in products):
         return None
     tokens, width = value(products[0]).shape
-    return tokens, sum(value(node.args[0]).shape[1] for node in products), (width,)
+    plain = all(node.target is aten.mm.default for node in products)
+    return tokens, sum(value(node.args[0]).shape[1] for node in products), (width,) * plain
 
 
 def sum_as_one_product(reduce_scatter: Node) -> None:
