@@ -210,6 +210,7 @@ def on_mesh(rank: int, dims: ParallelDims, nodes: dict[str, Any], changes: dict[
     found = train(built, ranks=dims.data_degree, rank=dims.data_rank(mesh))
     scales = [getattr(p._local_tensor, "_precomputed_scale", None) for p in built.model.parameters()]
     return {
+        "tp": built.changes["tp"].summary if "tp" in built.changes else "",
         "losses": found["losses"], "grads": found["grads"], "scales": sum(scale is not None for scale in scales),
         "kinds": {type(weight.to_local()) for weight in found["weights"].values()},
         "weights": {name: whole(weight) for name, weight in found["weights"].items()},
@@ -255,6 +256,26 @@ def test_own_products_of_gathered_inputs_make_tp_equal() -> None:
     ranks = run_ranks(on_mesh, 2, dims, {**own, **nodes}, {})
     assert distance(ranks[0]["grads"], expected["grads"]) < 2e-2
     assert summed(ranks, dims) == pytest.approx(expected["losses"], rel=1e-3)
+
+
+def gathered_both_ways(rank: int, dims: ParallelDims, nodes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Cast before the gather, and, with a product that cannot, behind it."""
+    found = [on_mesh(rank, dims, nodes, {})]
+    able = OwnProduct.of_parts
+    OwnProduct.of_parts = lambda self, group: None
+    try:
+        return [*found, on_mesh(rank, dims, nodes, {})]
+    finally:
+        OwnProduct.of_parts = able
+
+
+@pytest.mark.parametrize("more", [{}, {"compile": COMPILE, "ac": {**AC, "mode": "selective_op"}}], ids=["eager", "ac"])
+def test_a_cast_before_the_gather_changes_no_bit(more: dict[str, Any]) -> None:
+    dims, nodes = ParallelDims(tp=2), {"tp": TP, "quant": node(TENSORWISE, product="own"), **more}
+    for early, late in run_ranks(gathered_both_ways, 2, dims, nodes):
+        assert "4 entries" in early["tp"] and "entries" not in late["tp"]
+        assert early["losses"] == late["losses"]
+        assert all(torch.equal(early["grads"][name], late["grads"][name]) for name in late["grads"])
 
 
 def test_one_scale_a_tensor_differs_by_its_shard() -> None:

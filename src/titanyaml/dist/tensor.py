@@ -105,24 +105,24 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, name: str, size: int) -> Tensor:
         ctx.group = name, size
-        return _gather(x_BSD, name, size)
+        return gather_parts(x_BSD, name, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
-        return _scatter(grad_BSD, *ctx.group), None, None
+        return scatter_parts(grad_BSD, *ctx.group), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, name: str, size: int) -> Tensor:
         ctx.group = name, size
-        return _scatter(x_BSD, name, size)
+        return scatter_parts(x_BSD, name, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad_BSD, *ctx.group), None, None
+        return gather_parts(grad_BSD, *ctx.group), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -162,10 +162,12 @@ class _ExchangeRows(torch.autograd.Function):
         return compat.all_to_all(grad, sent, received, name), None, None, None
 
 
-def _gather(x_BSD: Tensor, name: str, size: int) -> Tensor:
-    """The collective works along dimension 0; the sequence is dimension 1."""
+def gather_parts(x_BSD: Tensor, name: str, size: int) -> Tensor:
+    """As ``gather_sequence``, of any dtype and without a gradient."""
+    # the collective works along dimension 0; the sequence is dimension 1
     return torch.cat(compat.all_gather(x_BSD.contiguous(), size, name).chunk(size, dim=0), dim=1)
 
 
-def _scatter(x_BSD: Tensor, name: str, size: int) -> Tensor:
+def scatter_parts(x_BSD: Tensor, name: str, size: int) -> Tensor:
+    """As ``scatter_sum``, without a gradient."""
     return compat.reduce_scatter(torch.cat(x_BSD.chunk(size, dim=1), dim=0), size, name)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanyaml.dist import compat
+from titanyaml.dist.tensor import TensorGroup, gather_parts, scatter_parts
 from titanyaml.kernels.float8_cast import Float8, float8_cast, largest
 
 #: ``rowwise_with_gw_hp``: rowwise, with the weight gradient in the dtype of the input.
@@ -114,6 +115,38 @@ class Operand(NamedTuple):
 def float8_operand(x: Tensor, options: Options) -> Operand:
     """Cast an input of several ``float8_linear``, what a norm made. Its gradient flows through their outputs."""
     return Operand(x, options.both(x.detach(), E4M3, where_made=True))
+
+
+def gathered_operand(x_BSK: Tensor, options: Options, group: TensorGroup) -> Operand:
+    """The float8 copies of a sequence of which each rank holds a part [B, S/size, K]: cast, then gathered; tensorwise.
+
+    The scale is that of the whole, so that the copies are, to the bit, those of the gathered sequence. 1 byte a number
+    travels in place of 2. The gradients of the whole are summands.
+    """
+    assert not options.rowwise, "a scale per row and another per column: the gathered bytes would serve one of them"
+    whole_BSK, data_MK, data_KM, inverse = _GatherCopies.apply(x_BSK, options, group.name, group.size)
+    return Operand(whole_BSK, Float8(data_MK, inverse, data_KM, inverse.clone()))  # no tensor twice: Dynamo
+
+
+class _GatherCopies(torch.autograd.Function):
+    """Parts to the copies of the whole, and a tensor of its shape, without memory, that its gradient flows through."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSK: Tensor, options: Options, name: str, size: int) -> tuple[Tensor, ...]:
+        ctx.group = name, size
+        x_BSK = x_BSK.contiguous()
+        largest = compat.all_reduce(options.largest(x_BSK), "max", name)
+        part = options.cast(x_BSK, largest, turned=False)
+        whole_BSK = gather_parts(part.data_MK.view(torch.uint8).view(x_BSK.shape), name, size)
+        bytes_MK = whole_BSK.flatten(0, -2)
+        copies = bytes_MK.view(E4M3), bytes_MK.t().contiguous().view(E4M3), part.inverse_M1
+        ctx.mark_non_differentiable(*copies)
+        return x_BSK.new_zeros(()).expand(whole_BSK.shape), *copies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return scatter_parts(grad_BSK, *ctx.group), None, None, None
 
 
 def float8_linear(x: Tensor | Operand, w_NK: Tensor, options: Options) -> Tensor:

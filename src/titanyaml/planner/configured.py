@@ -58,6 +58,8 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
     software = TITANYAML if config.kernels.name == "torch" or train.compute_dtype == "float64" else FUSED
     if software is FUSED and mesh.tp == 1:
         software = replace(FUSED, loss="fused")
+    if recipe == "float8_tensorwise" and config.quant.product == "own":
+        software = replace(software, gathers_float8=True)
     return Job(
         sizes_of, mesh, device, profile.network(cluster or config.cluster, world_size=mesh.world_size),
         software, seq_len=train.seq_len, **batches, ac=config.ac.mode, ac_every=config.ac.every,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from titanyaml import float8
+from titanyaml.dist.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
-from titanyaml.kernels.float8_linear import Operand, Options, float8_linear, float8_operand
+from titanyaml.kernels.float8_linear import Operand, Options, float8_linear, float8_operand, gathered_operand
 from titanyaml.models.layers import Linear
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
 
@@ -36,9 +37,26 @@ class OwnProduct:
         """``x`` and its casts, for several layers."""
         return float8_operand(x, self.options)
 
+    def of_parts(self, group: TensorGroup) -> PartsProduct | None:
+        """The same for layers of whose input each rank holds a part; None: their input cannot be cast in parts."""
+        return None if self.options.rowwise else PartsProduct(self.options, group)
+
     def __call__(self, x: Tensor | Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = float8_linear(x, weight, self.options)
         return out if bias is None else out + bias
+
+
+class PartsProduct(OwnProduct):
+    """Products with a sequence of which each rank of ``group`` holds a part: it is gathered in float8."""
+
+    def __init__(self, options: Options, group: TensorGroup) -> None:
+        self.options, self.group = options, group
+
+    def operand(self, x: Tensor) -> Operand:
+        return gathered_operand(x, self.options, self.group)
+
+    def __call__(self, x: Tensor | Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().__call__(x if isinstance(x, Operand) else self.operand(x), weight, bias)
 
 
 class Quantize:

@@ -79,7 +79,8 @@ class TensorParallel:
             for name in layout.head_norms:
                 split.norm(f"{block}.{name}", sees_a_part=True)
             for name in layout.entries:
-                model.get_submodule(f"{block}.{name}").register_forward_pre_hook(split.enter)
+                columns = [f"{block}.{one}" for one in layout.column if one.startswith(f"{name}.")]
+                split.entry(f"{block}.{name}", columns)
             if layout.router:
                 split.router(f"{block}.{layout.router}")
             if layout.experts and ctx.dims.ep == 1:
@@ -93,6 +94,8 @@ class TensorParallel:
             split.head(facts.head)
         replicated = "norms, routers and experts" if facts.num_experts else "norms"
         stream = "the residual stream by sequence" if self.sequence_parallel else "the residual stream whole"
+        if split.by_layers:
+            stream += f", cast to float8 before it is gathered for {split.by_layers} entries"
         return model, Change(
             f"{len(split.sharded)} modules over tp({ctx.dims.tp}), {len(split.replicated)} {replicated} replicated; "
             f"vocabulary and loss by {facts.vocab_size // ctx.dims.tp} ids, {stream}",
@@ -109,6 +112,27 @@ class _Splitter:
         self.sharded: list[str] = []
         self.replicated: list[str] = []
         self.enter, self.leave = _Enter(self.group, sequence), _Leave(self.group, sequence)
+        self.products: dict[Any, Any] = {}  # of layers, to those that gather their own input
+        self.by_layers = 0
+
+    def entry(self, name: str, columns: list[str]) -> None:
+        """Let attention or a feed-forward see the whole sequence: gathered before it, or by its layers' product.
+
+        Args:
+            columns: the layers that take its input. A product that they share and that has a method ``of_parts(group)``
+                may say how it multiplies with what every rank holds a part of.
+        """
+        layers = [self.model.get_submodule(column) for column in columns]
+        product, *others = {layer.product for layer in layers} or {None}
+        if self.sequence and not others and hasattr(product, "of_parts"):
+            if product not in self.products:
+                self.products[product] = product.of_parts(self.group)
+            if (made := self.products[product]) is not None:
+                for layer in layers:
+                    layer.product = made
+                self.by_layers += 1
+                return
+        self.model.get_submodule(name).register_forward_pre_hook(self.enter)
 
     def column(self, name: str) -> None:
         self._turn(name, Linear, ColumnLinear, weight=Shard(0), bias=Shard(0))
