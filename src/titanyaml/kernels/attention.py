@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from titanyaml.dist import compat
-from titanyaml.kernels import jit, merge
+from titanyaml.kernels import merge
 
 Kernel = Literal["cudnn", "flash", "plain"]
 
@@ -77,10 +77,13 @@ def part_backward(
 
 
 def merge_(
-    out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor, *, kernel: Kernel
+    out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor, *, fused: bool
 ) -> None:
-    """Attention over the keys of both parts, in place of the first; rounded to the dtypes of ``out`` and ``lse``."""
-    fused = kernel != "plain" and jit.triton is not None
+    """Attention over the keys of both parts, in place of the first; rounded to the dtypes of ``out`` and ``lse``.
+
+    Args:
+        fused: by the Triton kernel.
+    """
     (merge.merge_ if fused else merge.reference_)(out_BNSH, lse_BNS, part_BNSH, part_lse_BNS)
 
 

@@ -29,18 +29,26 @@ from titanyaml.dist.tensor import TensorGroup
 from titanyaml.kernels.attention import Kernel, merge_, part_backward, part_forward
 
 
-def gathered(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: Kernel) -> Tensor:
-    """Attention [B, N, S, H] of this rank's queries, by an all-gather of keys and values."""
-    return context_attention(q_BNSH, k_BKSH, v_BKSH, False, group.name, group.rank, group.size, kernel)[0]
+def gathered(
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: Kernel, fused: bool
+) -> Tensor:
+    """Attention [B, N, S, H] of this rank's queries, by an all-gather of keys and values.
+
+    Args:
+        fused: parts are put together by the Triton kernel.
+    """
+    return context_attention(q_BNSH, k_BKSH, v_BKSH, False, group.name, group.rank, group.size, kernel, fused)[0]
 
 
-def ring(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: Kernel) -> Tensor:
-    """Attention [B, N, S, H] of this rank's queries, by passing keys and values around."""
-    return context_attention(q_BNSH, k_BKSH, v_BKSH, True, group.name, group.rank, group.size, kernel)[0]
+def ring(
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: Kernel, fused: bool
+) -> Tensor:
+    """The same by passing keys and values around."""
+    return context_attention(q_BNSH, k_BKSH, v_BKSH, True, group.name, group.rank, group.size, kernel, fused)[0]
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, around: bool, name: str, rank: int, size: int, kernel: str
+    q: Tensor, k: Tensor, v: Tensor, around: bool, name: str, rank: int, size: int, kernel: str, fused: bool
 ) -> tuple[Tensor, Tensor]:
     """Output [B, N, S, H] in the memory order B, S, N, H, and log-sum-exp [B, N, S].
 
@@ -49,7 +57,7 @@ def _forward(
     """
     kv = _pair(k, v)
     coming = _pass_on(kv, name, rank, size) if around else compat.start_all_gather(kv, size, name)
-    state = _Forward(q, k, v, kernel, wide=size > 2)
+    state = _Forward(q, k, v, kernel, fused=fused, wide=size > 2)
     if not around:
         lower, higher = _lower_and_higher(compat.wait(coming), rank, size)
         if lower is not None:
@@ -118,14 +126,14 @@ def _(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.place = inputs
+    q, k, v, *ctx.place, _ = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_q, grads_kv = context_attention_backward(grad, *ctx.saved_tensors, *ctx.place)
     grad_k, grad_v = grads_kv.transpose(2, 3).unbind()
-    return grad_q, grad_k, grad_v, *[None] * len(ctx.place)
+    return grad_q, grad_k, grad_v, *[None] * (len(ctx.place) + 1)
 
 
 context_attention.register_autograd(_differentiate, setup_context=_keep)
@@ -138,20 +146,20 @@ class _Forward:
         wide: put parts together in the log-sum-exp's dtype; else in q's, which is no loss where a row has two parts.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, *, wide: bool) -> None:
-        self.q, self.kernel, self.run = q, kernel, q.shape[2] // 2
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, *, fused: bool, wide: bool) -> None:
+        self.q, self.kernel, self.fused, self.run = q, kernel, fused, q.shape[2] // 2
         out, self.lse = part_forward(q, k, v, causal=True, kernel=kernel)
         self.out = out.to(self.lse.dtype) if wide else out
 
     def lower(self, kv: Tensor) -> None:
         """All queries see these keys."""
         part = part_forward(self.q, *_heads(kv), causal=False, kernel=self.kernel)
-        merge_(self.out, self.lse, *part, kernel=self.kernel)
+        merge_(self.out, self.lse, *part, fused=self.fused)
 
     def higher(self, kv: Tensor) -> None:
         """The tail queries see these keys."""
         part = part_forward(self.q[:, :, self.run :], *_heads(kv), causal=False, kernel=self.kernel)
-        merge_(self.out[:, :, self.run :], self.lse[:, :, self.run :], *part, kernel=self.kernel)
+        merge_(self.out[:, :, self.run :], self.lse[:, :, self.run :], *part, fused=self.fused)
 
 
 class _Backward:

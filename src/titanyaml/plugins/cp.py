@@ -82,6 +82,7 @@ class ContextParallel:
                     key="parallel.cp", hint="parallel.cp=1, or switch off the plugin that replaced it",
                 )
             module.__class__, module.group, module.kernel = _CLASSES[self.method], group, kernel
+            module.fused = ctx.kernels.fused
         for part in parts(model):
             part.register_forward_pre_hook(_TakePart(group, self.method), with_kwargs=True)
         run = "one run" if self.method == "ulysses" else "a head and a tail run"
@@ -120,11 +121,12 @@ class GatheredAttention(Attention):
 
     group: TensorGroup
     kernel: Kernel
+    fused: bool
 
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Mask | None) -> Tensor:
         """Of this rank's queries over all keys; the mask has a row for each query and a column for each position."""
         if mask is None:
-            return gathered(q_BNSH, k_BKSH, v_BKSH, self.group, kernel=self.kernel)
+            return gathered(q_BNSH, k_BKSH, v_BKSH, self.group, kernel=self.kernel, fused=self.fused)
         k_BKTH, v_BKTH = context.gather_positions(torch.cat((k_BKSH, v_BKSH), dim=1), self.group).chunk(2, dim=1)
         return super().attend(q_BNSH, k_BKTH, v_BKTH, mask)
 
@@ -134,12 +136,13 @@ class RingAttention(Attention):
 
     group: TensorGroup
     kernel: Kernel
+    fused: bool
 
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Mask | None) -> Tensor:
         """Of this rank's queries over all keys, causal."""
         if mask is not None:
             raise PipelineError("ring takes no mask", key="parallel.cp_method", hint="parallel.cp_method=allgather")
-        return ring(q_BNSH, k_BKSH, v_BKSH, self.group, kernel=self.kernel)
+        return ring(q_BNSH, k_BKSH, v_BKSH, self.group, kernel=self.kernel, fused=self.fused)
 
 
 class UlyssesAttention(Attention):
@@ -147,6 +150,7 @@ class UlyssesAttention(Attention):
 
     group: TensorGroup
     kernel: Kernel
+    fused: bool
 
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Mask | None) -> Tensor:
         """Exchange, attend as one rank does, exchange back."""
