@@ -61,7 +61,7 @@ _READINGS = {
     "MosaicML llm-foundry benchmarks": Reading(
         "llm-foundry", "", Software("FSDP1 2023", loss="plain", optimizer_bytes=28.0, attention="flash",
                                     keeps_even=False, gemm_age=0.88, attention_age=0.7)),
-    "titanyaml on H200": Reading("titanyaml", "h200", replace(TITANYAML, keeps_scattered=False)),
+    "titanyaml on H200": Reading("titanyaml", "h200", replace(TITANYAML, keeps_scattered=False, keeps_exchanged=False)),
     "torchtitan 0.2.2 on H200": Reading(
         "measured", "h200", replace(_TITAN, name="torchtitan 0.2.2", loss="compiled", optimizer_bytes=28.0,
                                     attention="cudnn", root_copies=2.0)),

@@ -202,6 +202,7 @@ class Software:
         optimizer_bytes: moved for a parameter by one update, clipping included.
         attention: ``flash`` or ``cudnn``.
         keeps_even: selective recomputation keeps the 2nd, 4th, ... product; else the 1st, 3rd, ...
+        keeps_exchanged: it keeps the output of context attention, not of its parts, and what cp ranks exchange.
         keeps_scattered: it keeps what the tp ranks reduce-scatter. gathers_float8: the tp ranks gather tensorwise
             float8 instead of bf16.
         root_copies: bytes gathered for a parameter of embedding and head while blocks run.
@@ -218,6 +219,7 @@ class Software:
     attention: str = "cudnn"
     keeps_even: bool = True
     keeps_scattered: bool = False
+    keeps_exchanged: bool = False
     gathers_float8: bool = False
     root_copies: float = 2.0
     weights: str = "masters"
@@ -234,7 +236,7 @@ class Software:
 
 
 #: This project: with plain PyTorch's kernels, and with its own.
-TITANYAML = Software("titanyaml", copies_sequence=True, keeps_scattered=True)
+TITANYAML = Software("titanyaml", copies_sequence=True, keeps_scattered=True, keeps_exchanged=True)
 FUSED = replace(TITANYAML, optimizer_bytes=32.0)
 
 

@@ -64,7 +64,10 @@ def saved_per_token(job: Job, *, mode: str | None = None) -> float:
     everything += 0 if job.compiled else 2 * d + f
     first, second = (q + k, f) if job.software.keeps_even is False else (k + d, f)
     some = d + q + first + second + (0 if job.compiled else 2 * d)
-    some += 2 * q if job.mesh.cp > 1 else 0  # attention's outputs of each part are kept, not only of the whole
+    if job.mesh.cp > 1 and not job.software.keeps_exchanged:
+        some += 2 * q  # attention's outputs of each part, not only of the whole
+    elif job.mesh.cp > 1 and job.cp_method == "ulysses":
+        some += 2 * q + k  # what was exchanged: queries, keys, values, output; the product of keys need not be kept
     mode = mode or job.ac
     elements = {"none": everything, "full": d, "selective_op": some,
                 "selective_layer": (d + (job.ac_every - 1) * everything) / job.ac_every,
