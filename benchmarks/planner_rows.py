@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanyaml.planner import memory, profile, step
-from titanyaml.planner.inputs import TITANYAML, Job, Mesh, Shape, Software
+from titanyaml.planner.inputs import TITANYAML, Job, Mesh, Software
+from titanyaml.planner.shape import Shape
 
 HERE = Path(__file__).parent
 

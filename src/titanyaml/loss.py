@@ -133,7 +133,7 @@ def chunked_cross_entropy(
         DataError: as ``CrossEntropy``.
     """
     valid_N = labels_N != ignore_index
-    if labels_N.device.type == "cpu":
+    if labels_N.device.type == "cpu" and not compat.is_fake(labels_N):
         _check_labels(labels_N.where(valid_N, 0), vocab_size=weight_VD.shape[0] * size)
     grad_hidden_ND = hidden_ND.new_empty(hidden_ND.shape) if hidden_needs_grad else None
     head = _HeadGradient(weight_VD) if weight_needs_grad else None

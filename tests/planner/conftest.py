@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from titanyaml.config import dump, hydra_hook, nearest, schema, store
 from titanyaml.config.report import compose_report
 from titanyaml.planner import profile
-from titanyaml.planner.inputs import TITANYAML, Job, Mesh, Shape
+from titanyaml.planner.inputs import TITANYAML, Job, Mesh
+from titanyaml.planner.shape import Shape
 
 REPO = Path(__file__).parents[2]
 LLAMA_8B = Shape("8b", 128256, 4096, 32, 32, 8, 128, 14336)

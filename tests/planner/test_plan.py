@@ -13,7 +13,7 @@ from titanyaml.errors import ConfigError
 from titanyaml.planner import configured, cost, memory, operators, profile, search, step, timeline
 from titanyaml.planner import plan as planning
 from titanyaml.planner.budget import budget
-from titanyaml.planner.inputs import Mesh
+from titanyaml.planner.inputs import FUSED, TITANYAML, Mesh
 from titanyaml.planner.review import warnings
 from titanyaml.runner import honesty
 
@@ -79,10 +79,13 @@ def test_what_saves_memory(job, changes: dict, part: str) -> None:
 
 
 def test_one_gpu_peaks_where_backward_ends(job) -> None:
-    """8B in bf16 with fp32 masters: 16 bytes a parameter."""
-    made = memory.plan_memory(job("h200", mesh=Mesh(), local_batch=1, ac="full"))
+    """8B in bf16 with fp32 masters: 16 bytes a parameter, 18 where gradients are summed in fp32."""
+    one = {"mesh": Mesh(), "local_batch": 1, "ac": "full", "software": FUSED}
+    made = memory.plan_memory(job("h200", **one))
     assert made.total == pytest.approx(16 * 8_030_261_248 + 1.76 * memory.GIB)
-    split = memory.plan_memory(job("h200", mesh=Mesh(), local_batch=1, ac="full", master_bytes=2))
+    summed = memory.plan_memory(job("h200", **one | {"software": TITANYAML}))
+    assert summed.total - made.total == pytest.approx(2 * 8_030_261_248)
+    split = memory.plan_memory(job("h200", **one, master_bytes=2))
     assert made.total - split.total == pytest.approx(2 * 8_030_261_248)
 
 
@@ -225,3 +228,45 @@ def test_search_is_at_least_as_fast_as_any_it_could_have_chosen(configure) -> No
     assert speeds[0] >= usual.tps
     again = configure("hardware=h100_500w", "model=llama3_8b", "model.num_kv_heads=4", *found.best[0].change.split())
     assert planning.plan(configured.job(again)).tps == pytest.approx(speeds[0])
+
+
+@pytest.mark.parametrize(("model", "whole", "active"), [
+    ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704), ("llama4_17bx128e", 400_711_848_960, 17_184_691_200),
+])
+def test_a_mixture_has_its_parameters(configure, model: str, whole: int, active: int) -> None:
+    made = configured.job(configure(f"model={model}"))
+    assert (made.shape.num_params, made.shape.num_active_params) == (whole, active)
+    assert made.params_of(made.stages_of(0)) == (whole, whole), "one rank has all"
+
+
+def test_experts_are_spread_over_their_ranks(configure) -> None:
+    spread = configured.job(configure("model=qwen3_30b_a3b", "parallel=fsdp64_ep8"))
+    alone = replace(spread, mesh=replace(spread.mesh, ep=1))
+    assert spread.params_of(spread.stages_of(0))[1] == pytest.approx(alone.params_of(alone.stages_of(0))[1])
+    assert memory.plan_memory(spread).parts["gathered weights"] < 0.5 * memory.plan_memory(alone).parts[
+        "gathered weights"]
+    comm = {(row["axis"], row["op"]): row for row in planning.plan(spread).communication()}
+    assert comm["ep", "all_to_all"]["bytes"] > 0 and comm["ep", "all_to_all"]["exposed_s"] > 0
+    assert planning.plan(spread).range[0] == 0.30
+
+
+def test_small_groups_of_rows_are_slow(job) -> None:
+    one, many = (operators.Gemm("x", 8192, 4096, 4096, groups=groups) for groups in (1, 64))
+    assert one.flops == many.flops
+    assert cost.gemm_seconds(job(), many) > 1.4 * cost.gemm_seconds(job(), one)
+
+
+def test_what_leaves_a_host_is_slow(job) -> None:
+    def seconds(ranks: int) -> float:
+        made = job(mesh=Mesh(dp_shard=ranks, ep=ranks))
+        return cost.collective_seconds(made, operators.Collective("ep", "all_to_all", 1e9))
+
+    assert seconds(8) == pytest.approx(1e9 * 7 / 8 / 262e9, rel=0.05)
+    assert seconds(16) == pytest.approx(1e9 * (7 / 16 / 262e9 + 8 / 16 / 39e9), rel=0.05)
+
+
+def test_chunks_of_attention_are_cheaper(configure) -> None:
+    long = configured.job(configure("model=llama4_17bx16e", "parallel=fsdp16", "train.seq_len=32768"))
+    flops = {block.rotary: sum(one.flops for one in operators.block_forward(long, block)
+                               if isinstance(one, operators.Attention)) for block in long.shape.blocks}
+    assert flops[False] == pytest.approx(4 * flops[True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
 from titanyaml.config import schema
 from titanyaml.errors import ConfigError
@@ -25,6 +26,38 @@ PARTS = {
     "ep": ("ep",),
 }
 _PART = re.compile(r"([a-z]+?)([1-9]\d*)(?:x([1-9]\d*))?")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Resolved degrees; none is -1. ``ep`` is no axis of its own: it reuses dp_shard*cp*tp."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return math.prod(getattr(self, axis) for axis in MESH_AXES)
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks over which FSDP shards: those that hold different tokens of a sequence or different sequences."""
+        return self.dp_shard * self.cp
+
+    @property
+    def token_degree(self) -> int:
+        """Ranks that hold different tokens: their gradients are summed."""
+        return self.dp_replicate * self.shard_degree
+
+    @property
+    def data_degree(self) -> int:
+        """Number of different data ranks: how often the batch is split."""
+        return self.dp_replicate * self.dp_shard
 
 
 def parse_mesh_name(name: str) -> dict[str, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanyaml.config.ranks import degree, world_size
+from titanyaml.config.ranks import world_size
 from titanyaml.config.view import Rule, into, ways
 from titanyaml.errors import Problem
 
@@ -23,22 +23,6 @@ def planned_device_has_rates(c: Any) -> Problem | None:
     return Problem(f"hardware.{missing[0]}", f"is null: runner=plan reckons with the rates of a device, and hardware="
                    f"{c.hardware.name} has none", allowed="a file of conf/hardware with rates, or these keys given",
                    hint=ways("hardware", ["h200", "h100_sxm", "h100_500w", "a100_80gb", "b200"]))
-
-
-@rule("runner.name", "model.moe.num_experts")
-def planned_model_is_dense(c: Any) -> Problem | None:
-    if c.runner.name != "plan" or not c.model.moe.num_experts:
-        return None
-    return Problem("model.moe.num_experts", f"is {c.model.moe.num_experts}, but runner=plan knows dense models only",
-                   allowed="0; runner=check and runner=bench take mixtures", hint="model=llama3_8b or runner=check")
-
-
-@rule("runner", "parallel", "launch")
-def traced_mesh_has_no_pipeline(c: Any) -> Problem | None:
-    if c.runner.name != "plan" or not c.runner.trace or degree(c, "pp") in (1, None):
-        return None
-    return Problem("runner.trace", "is true, but one rank of a pipeline does not run by itself", allowed="false with "
-                   "parallel.pp above 1", hint="runner.trace=false or parallel.pp=1")
 
 
 @rule("runner.name", "cluster", "parallel", "launch")

@@ -144,19 +144,52 @@ def shard_itself(tensor: Tensor) -> Tensor:
     return tensor._local_tensor
 
 
+def ignore_marks_in_recomputation() -> None:
+    """Let selective recomputation go around FSDP modules inside a block (torch 2.13).
+
+    FSDP marks what it does for profilers, by operators of which a backward pass makes others than a forward; selective
+    recomputation counts operators, and refuses one that it has not seen as often before.
+    """
+    from torch.utils import checkpoint
+
+    marks = torch.ops.profiler
+    ignored = getattr(checkpoint, "SAC_IGNORED_OPS", None)
+    if ignored is not None:
+        ignored |= {marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction}
+
+
 @contextmanager
-def fake_process_group(world_size: int) -> Iterator[None]:
-    """Stand as rank 0 of ``world_size`` ranks that do not exist: collectives return at once, without data."""
+def fake_process_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
+    """Stand as one of ``world_size`` ranks that do not exist: collectives return at once, without data."""
     if world_size == 1:
         yield
         return
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - torch 2.11 registers the backend here
 
-    dist.init_process_group("fake", rank=0, world_size=world_size)
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_placements()
+
+
+def _forget_placements() -> None:
+    """DTensors remember how results of operators are placed, with the mesh that was first seen: of groups now gone."""
+    from torch.distributed.tensor import debug
+
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+
+
+def group_name(arguments: Sequence[Any]) -> str:
+    """Name of the process group among the arguments of a collective operator: functional ones are given the name."""
+    for one in reversed(arguments):
+        if isinstance(one, str):
+            return one
+        if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type()):
+            return torch._C._distributed_c10d.ProcessGroup.unbox(one).group_name
+    raise ValueError("no process group among the arguments")
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanyaml.config import schema
-from titanyaml.config.degrees import MESH_AXES, resolve_degrees
+from titanyaml.config.degrees import MESH_AXES, Degrees, resolve_degrees
 from titanyaml.dist import compat
 
 
 @dataclass(frozen=True)
-class ParallelDims:
-    """Resolved degrees; none is -1. ``ep`` is no axis of its own: it reuses dp_shard*cp*tp."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
+class ParallelDims(Degrees):
+    """Degrees, and the meshes of devices that they make."""
 
     @classmethod
     def resolve(cls, parallel: schema.Parallel, world_size: int) -> ParallelDims:
@@ -32,32 +24,12 @@ class ParallelDims:
         """
         return cls(**resolve_degrees(parallel, world_size=world_size))
 
-    @property
-    def world_size(self) -> int:
-        """Ranks of the mesh."""
-        return math.prod(getattr(self, axis) for axis in MESH_AXES)
-
-    @property
-    def shard_degree(self) -> int:
-        """Ranks over which FSDP shards: those that hold different tokens of a sequence or different sequences."""
-        return self.dp_shard * self.cp
-
-    @property
-    def token_degree(self) -> int:
-        """Ranks that hold different tokens: their gradients are summed."""
-        return self.dp_replicate * self.shard_degree
-
     def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The data axes, flat: shards over dp_shard*cp, under dp_replicate where there is more than one copy."""
         axes = [axis for axis in ("dp_shard", "cp") if getattr(self, axis) > 1] or ["dp_shard"]
         if len(axes) == 1:
             return mesh[axes[0]] if self.dp_replicate == 1 else mesh["dp_replicate", axes[0]]
         return compat.flat_mesh(mesh, outer="dp_replicate" if self.dp_replicate > 1 else None, axes=axes)
-
-    @property
-    def data_degree(self) -> int:
-        """Number of different data ranks: how often the batch is split."""
-        return self.dp_replicate * self.dp_shard
 
     def build(self, device_type: str) -> DeviceMesh:
         """The mesh with the axes pp, dp_replicate, dp_shard, cp, tp, outermost first, those of size 1 too.

@@ -149,8 +149,9 @@ class Runtime:
 
         Given the shapes, torch does not run the model to find them, which would leave gradients of nonsense behind.
         """
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            self._learn_shape(inputs, loss_fn)
+        if self.shape is None:
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                self._learn_shape(inputs, loss_fn)
         last = len(self.plan.owners) - 1
         wide = torch.promote_types(self.dtype, torch.float32)
         stream = torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=True)

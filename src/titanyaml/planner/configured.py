@@ -9,12 +9,12 @@ from typing import Any
 
 from titanyaml.config import degrees, ranks, schema
 from titanyaml.config.schema import Config
-from titanyaml.errors import ConfigError
 from titanyaml.pipeline_schedule import actions, stages
 from titanyaml.pipeline_schedule.kinds import KINDS, owners
 from titanyaml.pipeline_schedule.simulate import simulate
 from titanyaml.planner import profile
-from titanyaml.planner.inputs import FUSED, TITANYAML, Job, Mesh, Shape
+from titanyaml.planner.inputs import FUSED, TITANYAML, Job, Mesh
+from titanyaml.planner.shape import Mixture, Shape
 
 #: Bytes of an optimizer's moments for a parameter.
 MOMENTS = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.1}
@@ -24,18 +24,16 @@ _WIDTH = {"auto": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def shape(model: schema.Model) -> Shape:
-    """The decoder's sizes.
-
-    Raises:
-        ConfigError: a mixture of experts.
-    """
-    if model.moe.num_experts:
-        raise ConfigError("mixtures of experts cannot be planned", key="model.moe.num_experts",
-                          hint="a dense model, or runner=bench")
-    head_dim = model.head_dim or model.dim // model.num_heads
+    """The decoder's sizes."""
+    head_dim, moe = model.head_dim or model.dim // model.num_heads, model.moe
+    mixture = Mixture(
+        moe.num_experts, moe.top_k, moe.ffn_dim or model.ffn_dim, moe.shared_ffn_dim, moe.first_dense, moe.every,
+        balanced_by_loss=moe.balance_loss > 0,
+    ) if moe.num_experts else None
     return Shape(
         model.name, model.vocab_size, model.dim, model.num_layers, model.num_heads, model.num_kv_heads, head_dim,
-        model.ffn_dim, tied=model.tie_embeddings, head_norms=model.qk_norm,
+        model.ffn_dim, tied=model.tie_embeddings, head_norms=model.qk_norm, mixture=mixture,
+        nope_every=model.nope_every, attention_chunk=model.attention_chunk,
     )
 
 
@@ -46,7 +44,7 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
         ConfigError: the device, the links or the model are not known well enough.
     """
     sizes = degrees.resolve_degrees(config.parallel, world_size=ranks.world_size(config))
-    mesh = Mesh(**{axis: sizes[axis] for axis in degrees.MESH_AXES})
+    mesh = Mesh(**sizes)
     train, parallel = config.train, config.parallel
     forwards = degrees.global_batch(config, sizes) // (train.local_batch * mesh.data_degree)
     recipe, gathers = _quant(config)
@@ -102,9 +100,8 @@ def _pipeline(
     counts = _stages(parallel, of, len(placed), seq_len=seq_len)
     return {
         "local_batch": local_batch * microbatches, "microbatches": microbatches, "schedule": parallel.pp_schedule,
-        "stages_per_rank": len(placed) // mesh.pp, "bubble": bubble, "head_rank": placed[-1],
-        "rank_layers": tuple(sum(count for count, owner in zip(counts, placed, strict=True) if owner == rank)
-                             for rank in range(mesh.pp)),
+        "stages_per_rank": len(placed) // mesh.pp, "bubble": bubble, "owners": tuple(placed),
+        "stage_layers": tuple(counts),
     }
 
 
@@ -119,8 +116,9 @@ def _stages(parallel: schema.Parallel, of: Shape, count: int, *, seq_len: int) -
 def _balanced(of: Shape, count: int, seq_len: int) -> tuple[int, ...]:
     """As ``pipeline.plan.balanced_layers``. Kept: a search asks thousands of times for the same few cuts."""
     table = of.vocab_size * of.dim
-    flops = [6.0 * of.block_params + 12 * of.query_dim * seq_len] * of.num_layers
-    sizes = [float(of.block_params)] * of.num_layers
+    mean = (of.num_params - (1 if of.tied else 2) * table) / of.num_layers
+    flops = [6.0 * mean + 12 * of.query_dim * seq_len] * of.num_layers
+    sizes = [mean] * of.num_layers
     flops[-1] += 6 * table
     sizes[0] += table
     sizes[-1] += table

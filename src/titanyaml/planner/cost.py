@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from titanyaml.errors import ConfigError
 from titanyaml.planner import constants
 from titanyaml.planner.inputs import Job
-from titanyaml.planner.operators import Attention, Collective, Gemm, Operator, Pass
+from titanyaml.planner.primitives import Attention, Collective, Gemm, Operator, Pass
 
 #: Sequence length at which attention kernels reach half of their rate, forward and backward (H200, heads of 128).
 HALF_LENGTH = {"flash": (220.0, 1086.0), "cudnn": (487.0, 287.0)}
@@ -73,8 +73,10 @@ def gemm_rate(job: Job, dtype: str) -> float:
 def gemm_seconds(job: Job, one: Gemm) -> float:
     """Seconds of a product."""
     shape = (constants.GEMM_SHAPE_FP8 if one.dtype == "fp8" else constants.GEMM_SHAPE_BF16).value
-    computing = one.flops / gemm_rate(job, one.dtype) * (1 + shape * (1 / one.m + 1 / one.n + 1 / one.k))
-    moved = (one.m * one.k + one.k * one.n) * _BYTES[one.dtype] + one.m * one.n * _OUT_BYTES[one.dtype]
+    # what groups do not share: each has as many rows (or summands), and a matrix (or a result) of its own
+    m, k = (one.m / one.groups, one.k) if one.split == "m" else (one.m, one.k / one.groups)
+    computing = one.flops / gemm_rate(job, one.dtype) * (1 + shape * (1 / m + 1 / one.n + 1 / k))
+    moved = one.groups * ((m * k + k * one.n) * _BYTES[one.dtype] + m * one.n * _OUT_BYTES[one.dtype])
     return max(computing, moved / bandwidth(job), job.device.launch_us * 1e-6)
 
 
@@ -96,20 +98,29 @@ def attention_seconds(job: Job, one: Attention) -> float:
 
 
 def collective_seconds(job: Job, one: Collective) -> float:
-    """Seconds of a collective that runs alone. A reduction of all is a scatter and a gather; an exchange keeps 1/n."""
-    size = job.mesh.size(one.axis)
+    """Seconds of a collective that runs alone.
+
+    A reduction of all is a scatter and a gather; an exchange keeps 1/n, and each rank sends what leaves its host
+    through a card of its own; the ring's goes to one neighbour, as a pipeline's.
+    """
+    mesh, network = job.mesh, job.network
+    size, latency = mesh.size(one.axis), network.latency(mesh, one.axis)
     if size == 1:
         return 0.0
-    share = {"all_reduce": 2.0 * (size - 1) / size}.get(one.op, (size - 1) / size)
-    if one.axis == "cp" and one.op == "all_to_all" and job.cp_method != "ulysses":
-        share = 1.0
-    network = job.network
-    return one.bytes * share / network.rate(job.mesh, one.axis) + network.latency(job.mesh, one.axis)
+    if one.op == "send":
+        inside = network.local(mesh, one.axis) == size
+        return one.bytes / (network.nvlink_gb_s if inside else network.rdma_gb_s) / 1e9 + latency
+    if one.op == "all_to_all" and (one.axis != "cp" or job.cp_method == "ulysses"):
+        here = network.local(mesh, one.axis)
+        return one.bytes * ((here - 1) / size / network.nvlink_gb_s + (size - here) / size / network.rdma_gb_s) / 1e9 \
+            + latency
+    share = {"all_reduce": 2.0 * (size - 1) / size, "all_to_all": 1.0}.get(one.op, (size - 1) / size)
+    return one.bytes * share / network.rate(mesh, one.axis) + latency
 
 
 def times(job: Job, operators: Iterable[Operator]) -> Times:
-    """Classes of a list that runs on the compute stream. tp collectives wait, less what async TP hides; those of cp run
-    beside attention and wait for what is left."""
+    """Classes of a list that runs on the compute stream. Collectives of tp and ep wait, less what async TP hides; those
+    of cp run beside attention and wait for what is left."""
     total, beside = Times(), []
     attention = 0.0
     for one in operators:
@@ -125,8 +136,9 @@ def times(job: Job, operators: Iterable[Operator]) -> Times:
             beside.append(one)
         else:
             seconds = collective_seconds(job, one)
-            hidden = constants.ASYNC_TP_HIDDEN.value if one.op in job.async_tp and not one.name else 0.0
-            total.send("tp", one.op, bytes=one.bytes, seconds=seconds, exposed=seconds * (1 - hidden))
+            overlaps = one.axis == "tp" and one.op in job.async_tp and not one.name
+            hidden = constants.ASYNC_TP_HIDDEN.value if overlaps else 0.0
+            total.send(one.axis, one.op, bytes=one.bytes, seconds=seconds, exposed=seconds * (1 - hidden))
     for one in beside:
         seconds = collective_seconds(job, one)
         exposed = seconds if job.cp_method == "ulysses" else max(0.0, seconds - attention / len(beside))

@@ -8,133 +8,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from titanyaml.config.degrees import Degrees
+from titanyaml.planner.shape import Block, Shape
+
 FLOAT8 = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")
 
 
 @dataclass(frozen=True)
-class Linear:
-    """One matrix of a block.
-
-    Args:
-        name: within the block. inputs, outputs: features. column: split by output under tensor parallelism, else by
-            input. reads: name of the tensor it multiplies; matrices that read the same one share its cast.
-    """
-
-    name: str
-    inputs: int
-    outputs: int
-    column: bool
-    reads: str
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A dense decoder.
-
-    gated: three matrices in the feed-forward (SwiGLU), else two. rotary: queries and keys are
-    turned. head_norms: each head of them has a norm. Biases are ignored."""
-
-    name: str
-    vocab_size: int
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_dim: int
-    tied: bool = False
-    gated: bool = True
-    rotary: bool = True
-    head_norms: bool = False
-
-    @property
-    def query_dim(self) -> int:
-        """Features of all query heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_dim(self) -> int:
-        """Features of all key heads."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """The matrices of a block in the order in which a forward pass multiplies by them."""
-        d, q, k, f = self.dim, self.query_dim, self.kv_dim, self.ffn_dim
-        gate = [Linear("w1", d, f, True, "ffn_in")] if self.gated else []
-        return (
-            Linear("wq", d, q, True, "attention_in"), Linear("wk", d, k, True, "attention_in"),
-            Linear("wv", d, k, True, "attention_in"), Linear("wo", q, d, False, "attended"),
-            *gate, Linear("w3", d, f, True, "ffn_in"), Linear("w2", f, d, False, "product"),
-        )
-
-    @property
-    def norm_params(self) -> int:
-        """Of a block."""
-        return 2 * self.dim + (2 * self.head_dim if self.head_norms else 0)
-
-    @property
-    def block_params(self) -> int:
-        """Of a block."""
-        return sum(one.inputs * one.outputs for one in self.linears) + self.norm_params
-
-    @property
-    def root_params(self) -> int:
-        """Embedding, head and final norm."""
-        return self.vocab_size * self.dim * (1 if self.tied else 2) + self.dim
-
-    def local_block(self, tp: int) -> float:
-        """Parameters of a block on a tp rank: norms are whole everywhere."""
-        return (self.block_params - self.norm_params) / tp + self.norm_params
-
-    def local_root(self, tp: int) -> float:
-        """Parameters of embedding, head and final norm on a tp rank."""
-        return (self.root_params - self.dim) / tp + self.dim
-
-    @property
-    def num_params(self) -> int:
-        """All, a tied weight counted once."""
-        return self.num_layers * self.block_params + self.root_params
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """As ``models.protocol.ModelFacts.flops_per_token``: the convention of MFU."""
-        embedding = 0 if self.tied else self.vocab_size * self.dim
-        return 6 * (self.num_params - embedding) + 12 * self.num_layers * self.query_dim * seq_len
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Degrees; ranks lie pp, dp_replicate, dp_shard, cp, tp, outermost first."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
-
-    @property
-    def shards(self) -> int:
-        """Ranks over which FSDP shards."""
-        return self.dp_shard * self.cp
-
-    @property
-    def data_degree(self) -> int:
-        """Ranks that read different sequences."""
-        return self.dp_replicate * self.dp_shard
+class Mesh(Degrees):
+    """Degrees, and where groups of ranks lie: pp, dp_replicate, dp_shard, cp, tp, outermost first. ``ep`` reuses the
+    innermost ranks; "shard" is dp_shard*cp, "expert_shard" the axis of those ranks that hold the same experts."""
 
     def stride(self, axis: str) -> int:
-        """Distance between neighbours on an axis ("shard" is dp_shard*cp)."""
-        inner = {"tp": 1, "cp": self.tp, "shard": self.tp, "dp_replicate": self.tp * self.shards}
-        return inner.get(axis, self.tp * self.shards * self.dp_replicate)
+        """Distance between neighbours on an axis."""
+        inner = {"tp": 1, "ep": 1, "expert_shard": self.ep, "cp": self.tp, "shard": self.tp,
+                 "dp_replicate": self.tp * self.shard_degree}
+        return inner.get(axis, self.tp * self.shard_degree * self.dp_replicate)
 
     def size(self, axis: str) -> int:
         """Ranks on an axis."""
-        return self.shards if axis == "shard" else getattr(self, axis)
+        sizes = {"shard": self.shard_degree, "expert_shard": self.shard_degree * self.tp // self.ep}
+        return sizes.get(axis) or getattr(self, axis)
 
 
 @dataclass(frozen=True)
@@ -210,7 +104,8 @@ class Software:
         gemm_age, attention_age: share of today's kernel rates.
         reduces_each: gradients are reduced after every microbatch, else after the last.
         fused_norms: an eager norm is one kernel. copies_sequence: what tp ranks send along the sequence is copied once
-            to lie along the first dimension, where there is more than one sequence.
+            to lie along the first dimension, where there is more than one sequence. sums_gradients: one data rank adds
+            gradients up in float32 also where a step has one backward pass.
     """
 
     name: str
@@ -228,6 +123,7 @@ class Software:
     reduces_each: bool = True
     fused_norms: bool = True
     copies_sequence: bool = False
+    sums_gradients: bool = True
 
     @property
     def in_chunks(self) -> bool:
@@ -237,7 +133,7 @@ class Software:
 
 #: This project: with plain PyTorch's kernels, and with its own.
 TITANYAML = Software("titanyaml", copies_sequence=True, keeps_scattered=True, keeps_exchanged=True)
-FUSED = replace(TITANYAML, optimizer_bytes=32.0)
+FUSED = replace(TITANYAML, optimizer_bytes=32.0, sums_gradients=False)
 
 
 @dataclass(frozen=True)
@@ -249,7 +145,8 @@ class Job:
         accumulation: forwards per step and data rank. microbatches: of one forward under pp.
         schedule: of the pipeline. stages_per_rank: of it. bubble: its idle time in forwards-and-backwards of one
             microbatch; None: as ``step.BUBBLES`` says.
-        rank_layers: layers of each pipeline rank; () where they are as even as can be. head_rank: where the head is.
+        stage_layers: layers of each stage; () where they are as even as can be. owners: the pipeline rank of each
+            stage; () where stages go round the ranks.
         ac: none, full, selective_op, selective_layer, memory_budget. ac_every: of selective_layer. ac_budget: share of
             activations kept.
         quant: none or one of FLOAT8. float8_gather: FSDP gathers float8.
@@ -273,8 +170,8 @@ class Job:
     schedule: str = "1F1B"
     stages_per_rank: int = 1
     bubble: float | None = None
-    rank_layers: tuple[int, ...] = ()
-    head_rank: int = -1
+    stage_layers: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
     ac: str = "none"
     ac_every: int = 2
     ac_budget: float = 1.0
@@ -305,16 +202,61 @@ class Job:
         """Over all ranks."""
         return self.local_batch * self.accumulation * self.mesh.data_degree * self.seq_len
 
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        """The stages of a pipeline rank."""
+        pp, count = self.mesh.pp, self.mesh.pp * self.stages_per_rank
+        layers = self.stage_layers or _even(self.shape.num_layers, count)
+        owners = self.owners or tuple(stage % pp for stage in range(count))
+        blocks, found, start = self.shape.blocks, [], 0
+        for stage, held in enumerate(layers):
+            before, after = stage and owners[stage - 1] != rank, stage + 1 < count and owners[stage + 1] != rank
+            if owners[stage] == rank:
+                found.append(Stage(blocks[start : start + held], stage == 0, stage + 1 == count, before + after))
+            start += held
+        return tuple(found)
+
     @property
     def layers_of_ranks(self) -> tuple[int, ...]:
-        """Layers on each pipeline rank; stages go round the ranks, and those with embedding and head are shorter."""
-        pp, v = self.mesh.pp, self.stages_per_rank
-        stages = _even(self.shape.num_layers, pp * v)
-        return self.rank_layers or tuple(sum(stages[rank::pp]) for rank in range(pp))
+        """Layers on each pipeline rank."""
+        return tuple(sum(len(stage.blocks) for stage in self.stages_of(rank)) for rank in range(self.mesh.pp))
 
     def ends_of(self, rank: int) -> tuple[bool, bool]:
         """Whether a pipeline rank has the embedding, and the head."""
-        return rank == 0, rank == self.head_rank % self.mesh.pp
+        stages = self.stages_of(rank)
+        return any(stage.first for stage in stages), any(stage.last for stage in stages)
+
+    def groups(self, block: Block) -> tuple[tuple[str, float], ...]:
+        """(axis, parameters on a tp and ep rank) of what FSDP gathers for a block: experts that are spread by
+        themselves."""
+        mesh, shape = self.mesh, self.shape
+        common = shape.local_block(block, mesh.tp)
+        if not block.mixture:
+            return (("shard", common),)
+        experts = shape.mixture.num_experts * shape.expert_params
+        if mesh.ep == 1:
+            return (("shard", common + experts),)
+        return ("shard", common), ("expert_shard", experts / mesh.ep)
+
+    def root(self, stage: Stage) -> float:
+        """Parameters of the ends of the model in a stage, on a tp rank."""
+        return self.shape.local_root(self.mesh.tp, first=stage.first, last=stage.last)
+
+    def params_of(self, stages: tuple[Stage, ...]) -> tuple[float, float]:
+        """Parameters of stages on a tp and ep rank: (gathered, of which a rank keeps under FSDP)."""
+        groups = [("shard", self.root(stage)) for stage in stages]
+        groups += [group for stage in stages for block in stage.blocks for group in self.groups(block)]
+        return sum(size for _, size in groups), sum(size / self.mesh.size(axis) for axis, size in groups)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive blocks of a pipeline rank. first, last: with the embedding, with final norm and head. neighbours:
+    stages before and after it that other ranks have."""
+
+    blocks: tuple[Block, ...]
+    first: bool
+    last: bool
+    neighbours: int
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:

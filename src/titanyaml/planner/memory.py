@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from titanyaml.planner import constants
-from titanyaml.planner.inputs import Job
+from titanyaml.planner import constants, experts
+from titanyaml.planner.inputs import Job, Stage
 from titanyaml.planner.operators import float8
+from titanyaml.planner.shape import Block
 
 GIB = 2**30
 #: What pipelines were seen to need over the bound that their memory is planned with.
@@ -41,51 +42,71 @@ class Memory:
 
 def plan_memory(job: Job) -> Memory:
     """Of the fullest rank."""
-    mesh, ranks = job.mesh, job.layers_of_ranks
-    if mesh.pp == 1:
-        parts = _parts(job, ranks[0], rank=0)
+    if job.mesh.pp == 1:
+        parts = _parts(job, rank=0)
         return Memory(parts, [sum(parts.values())])
-    per_rank = [_parts(job, layers, rank=rank) for rank, layers in enumerate(ranks)]
+    per_rank = [_parts(job, rank=rank) for rank in range(job.mesh.pp)]
     sums = [sum(parts.values()) for parts in per_rank]
     return Memory(per_rank[sums.index(max(sums))], sums, lower_bound=True)
 
 
-def saved_per_token(job: Job, *, mode: str | None = None) -> float:
-    """Bytes that a block keeps of a token for its backward pass, on one rank.
+def saved_per_token(job: Job, block: Block, *, mode: str | None = None) -> float:
+    """Bytes that a block keeps of a token for its backward pass, on one rank: its output and what its operators keep,
+    but for its input, which is the output of the block before.
 
-    Compiled blocks keep inputs of products and what the partitioner does not recompute; with float8 it recomputes
-    norms, product and casts. Under sequence parallelism everything is a tp-th.
+    Numbers of a head or a row (log-sum-exps, roots of norms) are left to ``live.py``: what is reserved has them in its
+    fitted constant. Compiled blocks keep inputs of products and what the partitioner does not recompute; with float8 it
+    recomputes norms, product and casts. Under sequence parallelism everything is a tp-th, but what is gathered for
+    attention and feed-forward, and what the output projection gives before it is scattered.
     """
-    shape, b = job.shape, job.compute_bytes
-    d, q, k, f = shape.dim, shape.query_dim, shape.kv_dim, shape.ffn_dim
-    wide = 3 if shape.gated else 2
-    everything = {True: 2 * d + 2 * q + 2 * k + (wide - 1) * f, False: 4 * d + 2 * q + 2 * k + wide * f}[float8(job)]
-    # eager kernels keep one more copy of each norm's input and of the activation's output
-    everything += 0 if job.compiled else 2 * d + f
-    first, second = (q + k, f) if job.software.keeps_even is False else (k + d, f)
-    some = d + q + first + second + (0 if job.compiled else 2 * d)
-    if job.mesh.cp > 1 and not job.software.keeps_exchanged:
-        some += 2 * q  # attention's outputs of each part, not only of the whole
-    elif job.mesh.cp > 1 and job.cp_method == "ulysses":
-        some += 2 * q + k  # what was exchanged: queries, keys, values, output; the product of keys need not be kept
-    mode = mode or job.ac
-    elements = {"none": everything, "full": d, "selective_op": some,
-                "selective_layer": (d + (job.ac_every - 1) * everything) / job.ac_every,
-                # the compiler's own estimate, on H200: a budget of 0.8 kept 0.63, of 0.5 0.32
-                "memory_budget": d + job.ac_budget**2 * (everything - d)}[mode]
-    return elements * b / job.mesh.tp + (0 if job.sequence_parallel else d * b * (1 - 1 / job.mesh.tp))
+    shape, b, tp = job.shape, job.compute_bytes, job.mesh.tp
+    d, q, k, f = shape.dim, shape.query_dim, shape.kv_dim, shape.width(block)
+    apart, eager = tp > 1 and job.sequence_parallel, not job.compiled
+    even, cp = job.software.keeps_even, job.mesh.cp > 1
+    stream = d if not tp > 1 or apart else 0  # what of the residual stream is a tp-th
+    whole = d - stream
+    modes = {"full": stream / tp + whole}
+    # two of the stream and two of its norms (not with float8); eager kernels keep the activation's output too, and
+    # norms in pieces what they read
+    streams, wide = 2 if float8(job) else 4, (3 if shape.gated else 2) - float8(job) + eager
+    pieces = 2 * d * (eager and not job.software.fused_norms)
+    modes["none"] = (streams * stream + pieces + 2 * q + 2 * k + wide * f) / tp + streams * whole
+    modes["none"] += (1 + (f > 0)) * d * (1 - 1 / tp) * apart  # what entered attention and feed-forward
+    # products that are kept: wk, wo, w3, or wq, wv, w1 and, eager, w2. Where what is scattered is kept too, a compiled
+    # block keeps that of wo alone; an eager one wo's whole output as well, and what w2's becomes
+    scatters = apart and job.software.keeps_scattered
+    out = d / tp if job.compiled else d + 2 * d / tp * scatters
+    modes["selective_op"] = (stream + (k if even else q + k) + f) / tp + whole + out * even
+    modes["selective_op"] += 2 * d / tp * (eager and not even)
+    modes["selective_op"] += q / tp
+    if cp and not job.software.keeps_exchanged:
+        modes["selective_op"] += 2 * q / tp  # attention's outputs of each part, not only of the whole
+    elif cp and job.cp_method == "ulysses":
+        # what was exchanged: queries, keys, values, output; the product of keys need not be kept
+        modes["selective_op"] += (2 * q + k) / tp
+    if block.mixture:
+        modes["none"] += experts.saved(job)
+        modes["selective_op"] += experts.kept(job)
+    low, high = modes["full"], modes["none"]
+    modes["selective_layer"] = (low + (job.ac_every - 1) * high) / job.ac_every
+    # the compiler's own estimate, on H200: a budget of 0.8 kept 0.63, of 0.5 0.32
+    modes["memory_budget"] = low + job.ac_budget**2 * (high - low)
+    return b * modes[mode or job.ac]
 
 
-def _block_backward(job: Job) -> float:
+def _block_backward(job: Job, block: Block) -> float:
     """Bytes alive while one block runs backward: the gradients of what it saved, that itself where a checkpoint fills
     it anew, and, under tp, nine tensors of whole sequences (gathered inputs, summands before and after scattering), of
     which fused transfers spare three."""
-    whole = 0.0
-    if job.mesh.tp > 1:
-        whole = (9 - 1.5 * len(job.async_tp)) * job.shape.dim * job.compute_bytes
     # one graph frees as it goes: at a 3B's proportions it held 7 of 14.7 residual streams, on a CPU
     share = 2.0 if job.ac not in ("none", "memory_budget") else 0.5 if job.compiled else 1.0
-    return job.tokens * (share * saved_per_token(job, mode="none") + whole)
+    whole = 0.0
+    if job.mesh.tp > 1:
+        # of which what is saved has two
+        gathered = share * 2 * (1 - 1 / job.mesh.tp) * job.sequence_parallel
+        whole = (9 - 1.5 * len(job.async_tp) - gathered) * job.shape.dim * job.compute_bytes
+    saved = saved_per_token(job, block, mode="none")
+    return job.tokens * (share * saved + whole)
 
 
 def _loss(job: Job) -> tuple[float, float, float]:
@@ -99,57 +120,80 @@ def _loss(job: Job) -> tuple[float, float, float]:
     return _LOGIT[job.software.loss] * tokens * rows, kept, max(0, 4 - job.compute_bytes) * rows * job.shape.dim
 
 
-def _parts(job: Job, layers: int, *, rank: int) -> dict[str, float]:
-    mesh, shape = job.mesh, job.shape
-    (first, last), pipe = job.ends_of(rank), mesh.pp > 1
-    root = shape.local_root(mesh.tp) * ((first or last) if shape.tied or not pipe else 0.5 * (first + last))
-    params = layers * shape.local_block(mesh.tp) + root
+def forwards_held(job: Job, rank: int) -> int:
+    """Forwards of stages whose activations a pipeline rank keeps at most, by the orders of torch's schedules. Of a
+    schedule from a file: all."""
+    p, v, m = job.mesh.pp, job.stages_per_rank, job.microbatches
+    after = p - 1 - rank
+    most = {"1F1B": after + 1, "Interleaved1F1B": (v - 1) * p + 2 * after + 1,
+            "InterleavedZeroBubble": v * p, "ZBVZeroBubble": 2 * p, "DualPipeV": 2 * p + 1}
+    return m * v if job.bubble is not None else min(m * v, most.get(job.schedule, m * v))
+
+
+def stream_buffers(job: Job, stages: tuple[Stage, ...]) -> float:
+    """Bytes into which torch's pipeline stages receive: one buffer for each microbatch and neighbour."""
+    stream = job.slice_tokens * job.shape.dim * job.compute_bytes
+    return job.microbatches * sum(stage.neighbours for stage in stages) * stream
+
+
+def _parts(job: Job, *, rank: int) -> dict[str, float]:
+    mesh, stages, pipe = job.mesh, job.stages_of(rank), job.mesh.pp > 1
+    blocks = [block for stage in stages for block in stage.blocks]
+    last = any(stage.last for stage in stages)
     logits, kept, freed = _loss(job) if last else (0.0, 0.0, 0.0)
-    inflight = min(job.microbatches, mesh.pp - rank) if pipe else 1
-    activations = layers * job.tokens * saved_per_token(job) * inflight
+    inflight = forwards_held(job, rank) / job.stages_per_rank if pipe else 1
+    activations = job.tokens * sum(saved_per_token(job, block) for block in blocks) * inflight
     if pipe and last and not job.software.in_chunks:  # bf16 logits of every microbatch are kept for the caller
-        logits += 2 * (job.microbatches - 1) * job.tokens * shape.vocab_size / mesh.tp
-    block = _block_backward(job)
+        logits += 2 * (job.microbatches - 1) * job.tokens * job.shape.vocab_size / mesh.tp
+    block = max(_block_backward(job, one) for one in set(blocks))
     left = constants.TP_LEFTOVER.value * min(logits, block) if mesh.tp > 1 else 0.0
-    parts = _states(job, params) | {
+    parts = states(job, stages) | {
         "activations": activations,
         "recompute peak": max(0.0, block - logits - freed) + left,
         "logits": logits + kept,
-        "gathered weights": _gathered(job, params, root, pipe=pipe),
+        "gathered weights": _gathered(job, stages, pipe=pipe),
         "allocator": constants.ALLOCATOR_GIB.value * GIB,
     }
-    return _one_rank(job, parts, params) if mesh.shards * mesh.dp_replicate == 1 and not pipe else parts
+    if pipe:
+        return parts | {"stream buffers": stream_buffers(job, stages)}
+    return _one_rank(job, parts) if mesh.token_degree == 1 else parts
 
 
-def _states(job: Job, params: float) -> dict[str, float]:
-    wide = max(4, job.compute_bytes)
-    shard = params / job.mesh.shards
-    return {"parameters": wide * shard, "gradients": wide * shard, "optimizer": job.moment_bytes * shard}
+def states(job: Job, stages: tuple[Stage, ...]) -> dict[str, float]:
+    """Parameters, gradients, optimizer of a rank. One data rank stores the parameters as it computes, its optimizer the
+    wide ones; gradients are summed wide."""
+    wide, narrow = max(4, job.compute_bytes), job.compute_bytes
+    whole, held = job.params_of(stages)
+    alone = job.mesh.token_degree == 1
+    if alone and job.software.weights == "masters":
+        masters = job.master_bytes * (narrow < 4)
+        return {"parameters": narrow * whole, "gradients": wide * whole,
+                "optimizer": (masters + job.moment_bytes) * whole}
+    return {"parameters": wide * held, "gradients": wide * held, "optimizer": job.moment_bytes * held}
 
 
-def _gathered(job: Job, params: float, root: float, *, pipe: bool) -> float:
+def _gathered(job: Job, stages: tuple[Stage, ...], *, pipe: bool) -> float:
     """Weights whole on this rank: the model's ends, three blocks and one block's gradients; under a pipeline all of a
     rank's blocks, with their gradients in float32."""
-    if job.mesh.shards * job.mesh.dp_replicate == 1:
+    if job.mesh.token_degree == 1:
         return 0.0
     width = 1 if job.float8_gather else job.compute_bytes
-    block = job.shape.local_block(job.mesh.tp)
+    block = max(sum(size for _, size in job.groups(one)) for stage in stages for one in stage.blocks)
     if pipe or job.reshard == "never":
-        return params * (width + (4 if pipe else 0)) + (0 if pipe else 6 * block)
+        return job.params_of(stages)[0] * (width + (4 if pipe else 0)) + (0 if pipe else 6 * block)
+    root = sum(map(job.root, stages))
     return job.software.root_copies * root + block * (3 * width + job.compute_bytes + 4)
 
 
-def _one_rank(job: Job, parts: dict[str, float], params: float) -> dict[str, float]:
-    """No FSDP. The larger of two moments: all activations and no gradient, or no activation and all gradients."""
-    masters = job.software.weights == "masters" and job.compute_bytes < 4
-    early, late = parts | {"gradients": 0.0}, dict(parts)
-    if masters:
-        summed = 4 if job.accumulation > 1 else 0
-        for moment in (early, late):
-            moment |= {"parameters": 2 * params, "optimizer": (job.master_bytes + job.moment_bytes) * params}
-        late["gradients"] = (2 + summed) * params
-        early["gradients"] = summed * params
+def _one_rank(job: Job, parts: dict[str, float]) -> dict[str, float]:
+    """No FSDP. The larger of two moments: all activations and no gradient but the sums of earlier forwards, or no
+    activation and all gradients. One backward pass a step sums nothing up, where the optimizer's kernel is ours."""
+    summed = job.accumulation > 1
+    early = parts | {"gradients": parts["gradients"] * summed}
+    late = parts | {"activations": 0.0, "logits": 0.0, "recompute peak": 0.0}
+    if job.software.weights == "masters":
+        if not summed and not job.software.sums_gradients:
+            late["gradients"] *= job.compute_bytes / max(4, job.compute_bytes)
     else:  # bf16 copies of embedding and head, and their gradients, live through the step
         early["gathered weights"] = 4 * job.shape.local_root(job.mesh.tp)
-    late |= {"activations": 0.0, "logits": 0.0, "recompute peak": 0.0}
     return max(early, late, key=lambda moment: sum(moment.values()))

@@ -1,8 +1,9 @@
 """The exact accounting: which products, attentions, passes over memory and collectives one block and the ends do.
 
-Per rank, with local shapes. A block is listed once; who multiplies it by the number of layers is ``cost.py``. Nothing
-here is fitted, with the exception of how many bytes a pass moves, which is written beside it. ``planner/trace.py`` runs
-the real pipeline on fake tensors and must find the same products and collectives.
+Per rank, with local shapes. A block is listed once; who multiplies it by the number of layers is ``step.py``. Nothing
+here is fitted, with the exception of how many bytes a pass moves, which is written beside it. ``runner/tracing.py``
+runs the real pipeline on fake tensors and must find the same products and collectives. What routers and experts add
+is in ``experts.py``.
 
 T tokens of the rank, d width, q and k features of query and key heads, f inner width, V vocabulary.
 """
@@ -10,66 +11,11 @@ T tokens of the rank, d width, q and k features of query and key heads, f inner 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from titanyaml.planner import constants
-from titanyaml.planner.inputs import Job, Linear
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """[m, k] x [k, n]; dtype: bf16, fp8 or fp32."""
-
-    name: str
-    m: int
-    n: int
-    k: int
-    dtype: str = "bf16"
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions."""
-        return 2 * self.m * self.n * self.k
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Fused causal attention; ``seq_len`` positions in all, of which this rank asks for ``share``."""
-
-    batch: int
-    heads: int
-    head_dim: int
-    seq_len: int
-    share: float
-    backward: bool
-
-    @property
-    def flops(self) -> float:
-        """Half of the square; a backward pass has five products where a forward has two."""
-        square = self.batch * self.heads * self.head_dim * float(self.seq_len) ** 2 * self.share
-        return 2 * square * (2.5 if self.backward else 1.0)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Kernels that only move memory. kind: elementwise, casts, loss, copies, optimizer."""
-
-    name: str
-    kind: str
-    bytes: float
-
-
-@dataclass(frozen=True)
-class Collective:
-    """bytes: of what is whole: a gather's output, a scatter's input, a reduction's tensor."""
-
-    axis: str
-    op: str
-    bytes: float
-    name: str = ""
-
-
-Operator = Gemm | Attention | Pass | Collective
+from titanyaml.planner import constants, experts
+from titanyaml.planner.inputs import Job
+from titanyaml.planner.primitives import Attention, Collective, Gemm, Operator, Pass, width
+from titanyaml.planner.shape import Block, Linear
 
 
 def float8(job: Job) -> bool:
@@ -89,12 +35,8 @@ def local(job: Job, one: Linear) -> tuple[int, int]:
     return (one.inputs, one.outputs // tp) if one.column else (one.inputs // tp, one.outputs)
 
 
-def _width(job: Job) -> str:
-    return {2: "bf16", 4: "fp32", 8: "fp64"}[job.compute_bytes]
-
-
 def _products(job: Job, linears: Iterable[Linear]) -> list[Operator]:
-    dtype = "fp8" if float8(job) else _width(job)
+    dtype = "fp8" if float8(job) else width(job)
     return [Gemm(one.name, job.tokens, outputs, inputs, dtype)
             for one in linears for inputs, outputs in [local(job, one)]]
 
@@ -134,10 +76,12 @@ def _tp(job: Job, op: str, *, float8: bool = False, name: str = "") -> list[Oper
     return [Collective("tp", op, size, name), *[Pass("sequence layout", "copies", 2.0 * size)] * moves]
 
 
-def _attention(job: Job, *, backward: bool) -> Attention:
+def _attention(job: Job, block: Block, *, backward: bool) -> Attention:
     mesh, shape = job.mesh, job.shape
-    return Attention(job.local_batch // job.microbatches, shape.num_heads // mesh.tp, shape.head_dim, job.seq_len,
-                     1 / mesh.cp, backward)
+    batch, length = job.local_batch // job.microbatches, job.seq_len
+    if block.chunk is not None and block.chunk < length:
+        batch, length = batch * length / block.chunk, block.chunk
+    return Attention(batch, shape.num_heads // mesh.tp, shape.head_dim, length, 1 / mesh.cp, backward)
 
 
 def _context(job: Job, *, backward: bool) -> list[Operator]:
@@ -157,65 +101,72 @@ def _context(job: Job, *, backward: bool) -> list[Operator]:
     return sent + [Collective("cp", "all_to_all", keys * b * (mesh.cp - 1))] * backward
 
 
-def _forward_passes(job: Job) -> list[Operator]:
+def _forward_passes(job: Job, block: Block) -> list[Operator]:
     """Norms, rotation, activation and residual additions of a forward.
 
     Compiled, in elements a token: norm 2d, rotation 2(q + k), addition and norm 4d, product 3f (ungated 2f), addition
     3d. Eager kernels pass more often (``_eager``).
     """
-    d, heads, f = _widths(job)
+    d, heads, f = _widths(job, block)
     moved = job.compute_bytes * (9 * d + 2 * heads + (3 if job.shape.gated else 2) * f)
-    return [Pass("norms, rotation, activation", "elementwise", moved + _eager(job, norm=30, rotation=24, product=4))]
+    moved += _eager(job, block, norm=30, rotation=24, product=4)
+    return [Pass("norms, rotation, activation", "elementwise", moved)]
 
 
-def _backward_passes(job: Job) -> list[Operator]:
+def _backward_passes(job: Job, block: Block) -> list[Operator]:
     """Compiled, in elements a token: two norms 8d, sums of the products' input gradients 7d, rotation 2(q + k),
     product 6f (ungated 3f)."""
-    d, heads, f = _widths(job)
+    d, heads, f = _widths(job, block)
     moved = job.compute_bytes * (8 * d + 7 * job.tokens * job.shape.dim + 2 * heads + (6 if job.shape.gated else 3) * f)
-    moved += _eager(job, norm=45, rotation=30, product=6)
+    moved += _eager(job, block, norm=45, rotation=30, product=6)
     return [Pass("gradients of norms, rotation, activation", "elementwise", moved)]
 
 
-def _widths(job: Job) -> tuple[int, int, int]:
+def _widths(job: Job, block: Block) -> tuple[int, int, int]:
     """Elements of the stream between split matrices, of queries and keys (where they are turned), of the product."""
     shape, tp = job.shape, job.mesh.tp
-    heads = job.tokens * (shape.query_dim + shape.kv_dim) // tp if shape.rotary else 0
-    return job.slice_tokens * shape.dim, heads, job.tokens * shape.ffn_dim // tp
+    heads = job.tokens * (shape.query_dim + shape.kv_dim) // tp if block.rotary else 0
+    return job.slice_tokens * shape.dim, heads, job.tokens * shape.width(block) // tp
 
 
-def _eager(job: Job, *, norm: float, rotation: float, product: float) -> float:
+def _eager(job: Job, block: Block, *, norm: float, rotation: float, product: float) -> float:
     """Bytes that eager kernels move beyond compiled ones, given bytes an element: a norm in float32 piece by piece
     (where it is not one kernel), rotation in float32, gate and product in two kernels."""
     if job.compiled:
         return 0.0
-    d, heads, f = _widths(job)
+    d, heads, f = _widths(job, block)
     norms = 0.0 if job.software.fused_norms else 2 * norm * d
     return constants.EAGER_TRAFFIC.value * (norms + rotation * heads + product * f * job.shape.gated)
 
 
-def block_forward(job: Job) -> list[Operator]:
+def block_forward(job: Job, block: Block) -> list[Operator]:
     """One block, forward."""
     gather = _tp(job, "all_gather", float8=_travels_in_float8(job)) if job.sequence_parallel else []
-    scatter = _tp(job, "reduce_scatter")
+    scatter, linears = _tp(job, "reduce_scatter"), job.shape.linears_of(block)
+    mixed = experts.forward(job) if block.mixture else []
+    feeds = job.shape.width(block) > 0
     return [
-        *gather, *_products(job, job.shape.linears), *_casts(job, job.shape.linears), _attention(job, backward=False),
-        *_context(job, backward=False), *scatter, *gather, *scatter, *_forward_passes(job),
+        *gather, *_products(job, linears), *_casts(job, linears), _attention(job, block, backward=False),
+        *_context(job, backward=False), *scatter, *mixed, *[*gather, *scatter] * feeds, *_forward_passes(job, block),
     ]
 
 
-def redone(job: Job) -> tuple[Linear, ...]:
-    """The matrices that recomputation multiplies by again. The last one is not: no gradient needs its output."""
-    linears = job.shape.linears
-    if job.ac in ("full", "selective_layer"):
-        return linears[:-1]
+def redone(job: Job, block: Block) -> tuple[str, ...]:
+    """The products that recomputation does again, by name. The last one of a feed-forward is not: no gradient needs its
+    output."""
+    shape = job.shape
+    names = [one.name for one in shape.attention_linears]
+    names += [one.name for one in experts.products(job)] if block.mixture else []
+    feeds = [one.name for one in shape.ffn_linears(shape.width(block))]
+    names += feeds
     if job.ac == "selective_op":
-        again = linears[0::2] if job.software.keeps_even else linears[1::2]
-        return tuple(one for one in again if one is not linears[-1])
-    return ()
+        names = names[0::2] if job.software.keeps_even else names[1::2]
+    elif job.ac not in ("full", "selective_layer"):
+        names = []
+    return tuple(name for name in names if not feeds or name != feeds[-1])
 
 
-def block_recompute(job: Job) -> list[Operator]:
+def block_recompute(job: Job, block: Block) -> list[Operator]:
     """What the backward pass of one recomputed block does again.
 
     ``full`` repeats attention; ``selective_op`` keeps it. ``memory_budget`` is a compiler's choice: taken as the cheap
@@ -224,39 +175,45 @@ def block_recompute(job: Job) -> list[Operator]:
     if job.ac == "none":
         return []
     if job.ac == "memory_budget":
-        return _forward_passes(job)
-    linears = redone(job)
+        return _forward_passes(job, block)
+    again = redone(job, block)
+    linears = tuple(one for one in job.shape.linears_of(block) if one.name in again)
     full = job.ac != "selective_op"
     gather = _tp(job, "all_gather", float8=_travels_in_float8(job)) if job.sequence_parallel else []
     scatter = [] if not full and job.software.keeps_scattered else _tp(job, "reduce_scatter")
-    attention = [_attention(job, backward=False), *_context(job, backward=False)] if full else []
-    return [*gather, *_products(job, linears), *_casts(job, linears), *attention, *scatter, *gather,
-            *_forward_passes(job)]
+    attention = [_attention(job, block, backward=False), *_context(job, backward=False)] if full else []
+    mixed = [one for one in experts.forward(job) if not isinstance(one, Gemm) or one.name in again] \
+        if block.mixture else []
+    return [*gather, *_products(job, linears), *_casts(job, linears), *attention, *scatter, *mixed,
+            *gather * (job.shape.width(block) > 0), *_forward_passes(job, block)]
 
 
-def block_backward(job: Job) -> list[Operator]:
+def block_backward(job: Job, block: Block) -> list[Operator]:
     """One block, backward, without what is recomputed."""
     operators: list[Operator] = []
     gather, scatter = _tp(job, "all_gather"), _tp(job, "reduce_scatter")
-    dtype, width = ("fp8" if float8(job) else _width(job)), _width(job)
-    weight_dtype = width if job.quant == "float8_rowwise_with_gw_hp" else dtype
+    dtype, plain = ("fp8" if float8(job) else width(job)), width(job)
+    weight_dtype = plain if job.quant == "float8_rowwise_with_gw_hp" else dtype
     elements = 0
-    for one in job.shape.linears:
+    for one in job.shape.linears_of(block):
         inputs, outputs = local(job, one)
         operators += [Gemm(f"{one.name}.dx", job.tokens, inputs, outputs, dtype),
                       Gemm(f"{one.name}.dw", outputs, inputs, job.tokens, weight_dtype)]
         elements += outputs * (job.tokens if one.column else _gathered_tokens(job))
     if float8(job):
         operators.append(Pass("cast of gradients", "casts", elements * cast_bytes(job)))
+    entries = 1 + (job.shape.width(block) > 0)
     if job.sequence_parallel:
-        operators += [*gather, *scatter] * 2
+        operators += [*gather, *scatter] * entries
     else:
-        operators += scatter * 2  # all-reduces
+        operators += scatter * entries  # all-reduces
     if job.mesh.tp > 1:
         # gradients of norms that see a part of the tokens, or of the heads
         norms = [job.shape.dim] * 2 * job.sequence_parallel + [job.shape.head_dim] * 2 * job.shape.head_norms
         operators += [Collective("tp", "all_reduce", size * max(job.compute_bytes, 4), "norm") for size in norms]
-    return [*operators, _attention(job, backward=True), *_context(job, backward=True), *_backward_passes(job)]
+    operators += experts.backward(job) if block.mixture else []
+    return [*operators, _attention(job, block, backward=True), *_context(job, backward=True),
+            *_backward_passes(job, block)]
 
 
 def embedding_forward(job: Job) -> list[Operator]:
@@ -283,7 +240,7 @@ def head(job: Job) -> list[Operator]:
     A chunked loss adds every chunk's product into a float32 [V, d]: one read and one write of it.
     """
     shape, tp, tokens = job.shape, job.mesh.tp, job.tokens
-    rows, dtype = shape.vocab_size // tp, _width(job)
+    rows, dtype = shape.vocab_size // tp, width(job)
     chunks = -(-tokens // job.chunk_tokens) if job.software.in_chunks else 0
     logits = sum(LOSS_TRAFFIC[job.software.loss]) * tokens * rows
     operators: list[Operator] = [
@@ -302,20 +259,25 @@ def head(job: Job) -> list[Operator]:
     return operators
 
 
-def shard_gather(job: Job, params: float, *, block: bool) -> Collective:
+def shard_gather(job: Job, params: float, *, axis: str = "shard", block: bool) -> Collective:
     """FSDP's gather of the weights of a block or of the model's ends. params: of a tp rank."""
-    width = 1 if block and job.float8_gather else job.compute_bytes
-    return Collective("shard", "all_gather", params * width)
+    narrow = block and job.float8_gather and axis == "shard"
+    return Collective(axis, "all_gather", params * (1 if narrow else job.compute_bytes))
 
 
-def shard_reduce(job: Job, params: float) -> Collective:
+def shard_reduce(job: Job, params: float, *, axis: str = "shard") -> Collective:
     """FSDP's sum of gradients, in float32."""
-    return Collective("shard", "reduce_scatter", params * max(job.compute_bytes, 4))
+    return Collective(axis, "reduce_scatter", params * max(job.compute_bytes, 4))
 
 
-def replica_reduce(job: Job, params: float) -> Collective:
+def replica_reduce(job: Job, params: float, *, axis: str = "shard") -> Collective:
     """The sum of a shard's gradient over the copies of the model."""
-    return Collective("dp_replicate", "all_reduce", params / job.mesh.shards * max(job.compute_bytes, 4))
+    return Collective("dp_replicate", "all_reduce", params / job.mesh.size(axis) * max(job.compute_bytes, 4))
+
+
+def stream(job: Job) -> Collective:
+    """The residual stream, or its gradient, from one pipeline rank to the next."""
+    return Collective("pp", "send", job.slice_tokens * job.shape.dim * job.compute_bytes)
 
 
 def flops(operators: Iterable[Operator]) -> int:

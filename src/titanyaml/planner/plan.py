@@ -12,6 +12,8 @@ from titanyaml.planner.step import Step
 
 #: Half width of the range, and why. docs/planner.md has the errors behind it.
 _RANGES = (
+    (lambda job: job.shape.mixture is not None, 0.30,
+     "loads of experts are taken as even, which only a run can tell, and no mixture was measured"),
     (lambda job: job.mesh.tp > 1 or job.mesh.pp > 1 or job.quant != "none", 0.15,
      "tensor parallelism, pipelines and float8 are planned within 15 %"),
     (lambda job: True, 0.10, "runs without tensor parallelism, pipelines and float8 are planned within 10 %"),
@@ -82,9 +84,10 @@ class Plan:
         rows = []
         entries = self.step.times.comm
         waited = self.step.times.seconds.get("exposed_shard", 0.0)
-        sharding = sum(entry[2] for (axis, _), entry in entries.items() if axis in ("shard", "dp_replicate"))
+        fsdp = ("shard", "expert_shard", "dp_replicate")
+        sharding = sum(entry[2] for (axis, _), entry in entries.items() if axis in fsdp)
         for (axis, op), (count, size, seconds, exposed) in sorted(entries.items()):
-            if axis in ("shard", "dp_replicate"):
+            if axis in fsdp:
                 exposed = waited * seconds / sharding
             name = {"shard": "dp_shard_cp" if self.job.mesh.cp > 1 else "dp_shard"}.get(axis, axis)
             rows.append({"axis": name, "op": op, "count": round(count), "bytes": size, "seconds": seconds,

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from titanyaml.planner import constants, operators
 from titanyaml.planner.cost import Times, bandwidth, collective_seconds, times
-from titanyaml.planner.inputs import Job
-from titanyaml.planner.operators import Collective
+from titanyaml.planner.inputs import Job, Stage
+from titanyaml.planner.primitives import Collective
+from titanyaml.planner.shape import Block
 
 #: Idle time of a schedule in forwards-and-backwards of one microbatch, from ranks p and stages per rank v. The
 #: schedules that split backward passes fill the pipe with weight gradients, a third of the work (Qi et al. 2023).
@@ -97,8 +98,8 @@ class _Parts:
     backward: Times
 
 
-def _parts(job: Job) -> _Parts:
-    return _Parts(*(times(job, make(job)) for make in
+def _parts(job: Job, block: Block) -> _Parts:
+    return _Parts(*(times(job, make(job, block)) for make in
                     (operators.block_forward, operators.block_recompute, operators.block_backward)))
 
 
@@ -106,125 +107,136 @@ def _recomputed(job: Job, layer: int) -> bool:
     return job.ac != "none" and (job.ac != "selective_layer" or layer % job.ac_every == 0)
 
 
-def _microbatch(
-    job: Job, layers: int, *, gathers: bool, regathers: bool, reduces: bool, first: bool, last: bool
-) -> _Streams:
-    """One microbatch on a rank with ``layers`` blocks. gathers, regathers, reduces: whether FSDP acts in the forward,
-    in the backward, at the end of a block's backward. first, last: whether the rank has the embedding, the head."""
-    streams, parts, shape = _Streams(job), _parts(job), job.shape
-    sharded = job.mesh.shards > 1
-    block, root = shape.local_block(job.mesh.tp), _root(job, first, last)
-    gather = operators.shard_gather(job, block, block=True)
+def _microbatch(job: Job, stages: tuple[Stage, ...], *, gathers: bool, regathers: bool, reduces: bool) -> _Streams:
+    """One microbatch on a rank with these stages. gathers, regathers, reduces: whether FSDP acts in the forward, in the
+    backward, at the end of a block's backward."""
+    streams, blocks = _Streams(job), [block for stage in stages for block in stage.blocks]
+    parts = {block: _parts(job, block) for block in blocks}
+    roots = [root for stage in stages if (root := job.root(stage))]
+    first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
     after_root = 0.0
-    if sharded and gathers and root:
-        after_root = streams.send("ends", operators.shard_gather(job, root, block=False), after=0.0)
+    for root in roots * gathers:
+        after_root = _gather(streams, "ends", (("shard", root),), after=0.0, block=False)
     if first:
         streams.run("embedding", times(job, operators.embedding_forward(job)), needs=after_root)
     begin = streams.compute
-    for layer in range(layers):
-        ready = streams.send(f"block {layer}", gather, after=begin) if sharded and gathers else 0.0
-        begin = streams.run(f"block {layer}", parts.forward, needs=max(ready, after_root))
+    for layer, block in enumerate(blocks):
+        ready = _gather(streams, f"block {layer}", job.groups(block), after=begin) if gathers else 0.0
+        begin = streams.run(f"block {layer}", parts[block].forward, needs=max(ready, after_root))
     if last:
         streams.run("head and loss", times(job, operators.head(job)))
 
     def regather(layer: int, after: float) -> float:
-        kept = job.reshard == "never" or (job.reshard == "auto" and layer == layers - 1)
-        if layer < 0 or kept or not (sharded and regathers):
+        kept = job.reshard == "never" or (job.reshard == "auto" and layer == len(blocks) - 1)
+        if layer < 0 or kept or not regathers:
             return 0.0
-        return streams.send(f"block {layer}", gather, after=after)
+        return _gather(streams, f"block {layer}", job.groups(blocks[layer]), after=after)
 
-    ready = regather(layers - 1, streams.compute)
-    for layer in reversed(range(layers)):
+    ready = regather(len(blocks) - 1, streams.compute)
+    for layer in reversed(range(len(blocks))):
         # the gather of the next block goes out before the reduction of this one
         needs, ready = ready, regather(layer - 1, max(streams.compute, ready))
         if _recomputed(job, layer):
-            streams.run(f"block {layer} recompute", parts.recompute, needs=needs, kind="recompute")
-        streams.run(f"block {layer} backward", parts.backward, needs=needs)
+            streams.run(f"block {layer} recompute", parts[blocks[layer]].recompute, needs=needs, kind="recompute")
+        streams.run(f"block {layer} backward", parts[blocks[layer]].backward, needs=needs)
         if reduces:
-            _reduce(streams, f"block {layer}", block)
+            _reduce(streams, f"block {layer}", job.groups(blocks[layer]))
     if first:
         streams.run("embedding backward", times(job, operators.embedding_backward(job)))
-    if reduces and root:
-        _reduce(streams, "ends", root)
+    for root in roots * reduces:
+        _reduce(streams, "ends", (("shard", root),))
     streams.run("gradients", Times(), needs=streams.network, mark=False)
-    params = layers * block + root
-    if sharded:
+    if job.mesh.shard_degree > 1:
         share = (0.2 * gathers + 0.2 * (regathers and job.reshard != "never") + 0.6 * reduces)
-        copies = params * constants.FSDP_COPY.value * share
+        copies = job.params_of(stages)[0] * constants.FSDP_COPY.value * share
         streams.total.add("copies", copies / bandwidth(job))
     streams.total.add("contention", constants.CONTENTION.value * streams.busy)
     return streams
 
 
-def _root(job: Job, first: bool, last: bool) -> float:
-    """Parameters of embedding and head on a rank that has one of them, both or none; a tied weight is on both."""
-    root = job.shape.local_root(job.mesh.tp)
-    return root if first and last else root / (1 if job.shape.tied else 2) * (first or last)
+def _gather(
+    streams: _Streams, name: str, groups: tuple[tuple[str, float], ...], *, after: float, block: bool = True
+) -> float:
+    """FSDP's gathers of these parameters; when they are there."""
+    job, ready = streams.job, 0.0
+    for axis, params in groups:
+        if job.mesh.size(axis) > 1:
+            ready = streams.send(name, operators.shard_gather(job, params, axis=axis, block=block), after=after)
+    return ready
 
 
-def _reduce(streams: _Streams, name: str, params: float) -> None:
+def _reduce(streams: _Streams, name: str, groups: tuple[tuple[str, float], ...]) -> None:
     job = streams.job
-    if job.mesh.shards > 1:
-        streams.send(name, operators.shard_reduce(job, params), after=streams.compute)
-    if job.mesh.dp_replicate > 1:
-        streams.send(name, operators.replica_reduce(job, params), after=streams.compute)
+    for axis, params in groups:
+        if job.mesh.size(axis) > 1:
+            streams.send(name, operators.shard_reduce(job, params, axis=axis), after=streams.compute)
+        if job.mesh.dp_replicate > 1:
+            streams.send(name, operators.replica_reduce(job, params, axis=axis), after=streams.compute)
 
 
-def _optimizer(job: Job, params: float) -> float:
+def _optimizer(job: Job, stages: tuple[Stage, ...]) -> float:
     """Seconds of the update of this rank's shard, and of casts that one data rank has."""
-    alone = job.mesh.shards * job.mesh.dp_replicate == 1
+    alone = job.mesh.token_degree == 1
     # the kernel reads 4 bytes of either master; with the weight it writes 4 where that is split, else 6
     moved = job.software.optimizer_bytes + 2 * (job.moment_bytes - 8) + (job.master_bytes - 4)
-    seconds = params / job.mesh.shards * moved / bandwidth(job)
+    whole, held = job.params_of(stages)
+    seconds = held * moved / bandwidth(job)
     if alone and job.software.weights == "autocast":
-        seconds += 12 * params / bandwidth(job) * job.accumulation
+        seconds += 12 * whole / bandwidth(job) * job.accumulation
     return seconds
 
 
 def plan_step(job: Job) -> Step:
     """The time of one optimizer step on the slowest rank."""
-    mesh, ranks = job.mesh, job.layers_of_ranks
-    whole = mesh.pp == 1
-    slowest, rank = _slowest(job) if not whole else (None, 0)
-    layers = ranks[rank]
-    ends = dict(zip(("first", "last"), job.ends_of(rank), strict=True))
-    if whole:
+    return plan_rank(job, _slowest(job) if job.mesh.pp > 1 else 0)
+
+
+def plan_rank(job: Job, rank: int) -> Step:
+    """The time of one optimizer step on a pipeline rank that all others wait for."""
+    mesh, stages = job.mesh, job.stages_of(rank)
+    total = Times()
+    if mesh.pp == 1:
         every = job.software.reduces_each
-        run = _microbatch(job, layers, gathers=True, regathers=True, reduces=every or job.accumulation == 1, **ends)
-        total = Times()
+        run = _microbatch(job, stages, gathers=True, regathers=True, reduces=every or job.accumulation == 1)
         total.merge(run.total, job.accumulation)
         if not every and job.accumulation > 1:
-            final = _microbatch(job, layers, gathers=True, regathers=True, reduces=True, **ends)
+            final = _microbatch(job, stages, gathers=True, regathers=True, reduces=True)
             total.merge(run.total, -1)
             total.merge(final.total)
     else:
-        # weights stay whole: gathered under the first microbatch, gradients reduced under the last one's backward
-        run = slowest
-        total = Times()
-        total.merge(run.total, job.microbatches)
-        edges = _microbatch(job, layers, gathers=True, regathers=False, reduces=True, **ends)
+        # weights stay whole unless told otherwise: gathered under the first microbatch, gradients reduced under the
+        # last one's backward
+        again = job.reshard == "always"
+        run = _microbatch(job, stages, gathers=again, regathers=again, reduces=False)
+        edges = _microbatch(job, stages, gathers=True, regathers=again, reduces=True)
+        total.merge(run.total, job.microbatches - 1)
         total.merge(edges.total)
-        total.merge(run.total, -1)
         idle = BUBBLES[job.schedule](mesh.pp, job.stages_per_rank) if job.bubble is None else job.bubble
-        pipe = idle * run.total.total
         total.merge(total, job.accumulation - 1)
-        total.add("bubble", pipe * job.accumulation)
-    params = layers * job.shape.local_block(mesh.tp) + _root(job, **ends)
-    total.add("optimizer", _optimizer(job, params))
+        total.add("bubble", idle * run.total.total * job.accumulation)
+        _transfers(job, stages, total)
+    total.add("optimizer", _optimizer(job, stages))
     hosts = max(1.0, mesh.world_size / job.network.gpus_per_host)
     total.add("straggler", total.total * constants.STRAGGLER.value * math.log2(hosts))
     seconds = total.total
     return Step(total, seconds, total.seconds.get("bubble", 0.0) / seconds, run.events)
 
 
-def _slowest(job: Job) -> tuple[_Streams, int]:
+def _transfers(job: Job, stages: tuple[Stage, ...], total: Times) -> None:
+    """What a pipeline rank sends to its neighbours and gets from them: the stream forward, its gradient backward. It
+    runs beside other microbatches, and is counted as hidden."""
+    one = operators.stream(job)
+    count = sum(stage.neighbours for stage in stages) * job.microbatches * job.accumulation
+    for op in ("send", "receive"):
+        total.send("pp", op, bytes=one.bytes, seconds=collective_seconds(job, one), exposed=0.0, count=count)
+
+
+def _slowest(job: Job) -> int:
     """The pipeline rank that takes longest for a microbatch, without FSDP's transfers."""
-    runs, seen = [], {}
-    for rank, layers in enumerate(job.layers_of_ranks):
-        ends = job.ends_of(rank)
-        if (layers, ends) not in seen:
-            seen[layers, ends] = _microbatch(job, layers, gathers=False, regathers=False, reduces=False, first=ends[0],
-                                             last=ends[1])
-        runs.append((seen[layers, ends].total.total, -rank, seen[layers, ends]))
-    _, rank, run = max(runs, key=lambda one: one[:2])
-    return run, -rank
+    seen: dict[tuple[Stage, ...], float] = {}
+    for rank in range(job.mesh.pp):
+        stages = job.stages_of(rank)
+        if stages not in seen:
+            run = _microbatch(job, stages, gathers=False, regathers=False, reduces=False)
+            seen[stages] = run.total.total
+    return max(range(job.mesh.pp), key=lambda rank: (seen[job.stages_of(rank)], -rank))

@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import titanyaml.kernels.context_attention  # noqa: F401 - registers its operator
-from titanyaml.dist import compat_compile
+from titanyaml.dist import compat, compat_compile
 from titanyaml.dist.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
+from titanyaml.models import grouped  # noqa: F401 - registers its operators
 from titanyaml.pipeline.protocol import Change, Context, some
 
 MODES = ("none", "full", "selective_op", "selective_layer", "memory_budget")
@@ -44,11 +45,12 @@ ATTENTION = _operators(
     "_cudnn_attention_forward",
 ) | _operators(torch.ops.higher_order, "flex_attention") | _operators(torch.ops.torch_attn, "_varlen_attn")
 ATTENTION |= _operators(torch.ops.titanyaml, "context_attention")
-#: Products of two matrices: bfloat16, float8 (both generations of the operator), and of one matrix per expert.
+#: Products of two matrices: bfloat16, float8 (both generations of the operator), and of one matrix per expert, by
+#: torch's kernel or by the loop that stands for it elsewhere.
 MATMULS = _operators(
     torch.ops.aten, "mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
     "_scaled_grouped_mm_v2",
-)
+) | _operators(torch.ops.titanyaml, "grouped_rows")
 #: Transfers whose result is no larger than what a product in front of them made: a scattered sum, an exchange of heads.
 TRANSFERS = _operators(torch.ops._c10d_functional, "reduce_scatter_tensor", "all_to_all_single")
 
@@ -109,6 +111,8 @@ class ActivationCheckpointing:
         period = self.every if self.mode == "selective_layer" else 1
         chosen = ctx.facts.blocks[::period]
         contexts = functools.partial(selective_contexts, _groups(ctx)) if self.mode == "selective_op" else None
+        if contexts:
+            compat.ignore_marks_in_recomputation()
         for name in chosen:
             block = model.get_submodule(name)
             block.forward = self.wrapped[name] = Checkpointed(block.forward, contexts)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from titanyaml.dist import compat
 from titanyaml.dist.tensor import TensorGroup, exchange_rows, local
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.models.moe import Experts, take_rows
@@ -79,7 +80,7 @@ class SpreadExperts(Experts):
         size = self.group.size
         sent_Re = counts_E.view(size, -1)  # R ranks of e experts each
         got_Re = exchange_rows(sent_Re, [1] * size, [1] * size, self.group)
-        there, here = sent_Re.sum(1).tolist(), got_Re.sum(1).tolist()
+        there, here = (_rows_of(counts, len(x_MD)) for counts in (sent_Re, got_Re))
         rows_PD = exchange_rows(x_MD, there, here, self.group)  # P pairs, by rank, then by expert
         experts_P = torch.arange(got_Re.shape[1], device=x_MD.device).repeat(size)
         order_P = experts_P.repeat_interleave(got_Re.flatten(), output_size=len(rows_PD)).argsort(stable=True)
@@ -89,3 +90,11 @@ class SpreadExperts(Experts):
 
     def matrices(self) -> tuple[Tensor, ...]:
         return tuple(map(local, (self.w1, self.w2, self.w3)))
+
+
+def _rows_of(counts_Re: Tensor, rows: int) -> list[int]:
+    """Rows to or from each rank. Of counts without values (fake tensors): as if loads were even."""
+    size = len(counts_Re)
+    if compat.is_fake(counts_Re):
+        return [rows * (rank + 1) // size - rows * rank // size for rank in range(size)]
+    return counts_Re.sum(1).tolist()

@@ -93,6 +93,7 @@ def _record(config: Config, made: Plan) -> dict[str, Any]:
         remarks.append("parallel.fsdp_cpu_offload is planned as if weights and optimizer were on the device")
     if config.quant.recipe != "none" and config.quant.product == "own":
         remarks.append("quant.product=own is planned with the casts of quant.product=torchao, which move more")
-    return {"model": config.model.name, "mesh_name": searching.name(mesh), **made.record(), "budget": spent,
+    name = searching.name(mesh) + f"_ep{made.job.mesh.ep}" * (made.job.mesh.ep > 1)
+    return {"model": config.model.name, "mesh_name": name, **made.record(), "budget": spent,
             "tokens_per_day": spent["tokens_per_day"], "gpu_hours": spent["gpu_hours"], "cost": spent["cost"],
             "changes": [{"change": typed, "tps": tps} for typed, tps in made.changes], "warnings": remarks}

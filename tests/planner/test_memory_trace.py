@@ -1,0 +1,50 @@
+"""The planner's exact memory against a step of the real pipeline on fake tensors: parts and peak, within 2 %."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanyaml.planner import configured, live, memory
+from titanyaml.runner import memory_trace
+
+SMALL = ["kernels=torch", "compile=none", "train.compute_dtype=bfloat16", "model.dim=256", "model.num_heads=8",
+         "model.num_kv_heads=4", "model.vocab_size=1024", "train.seq_len=512", "train.local_batch=2",
+         "model.num_layers=4", "loss.chunk_tokens=512"]
+DENSE = ["model=llama3_debug", "model.ffn_dim=768", *SMALL]
+MIXED = ["model=moe_debug", "model.moe.first_dense=0", "model.moe.ffn_dim=128", *SMALL]
+MESHES = {"single": [0], "fsdp4": [0], "tp2": [0], "cp2": [0], "pp2": [0, 1], "ep2": [0]}
+TOGETHER = [("fsdp2_tp2", 0, "none"), ("fsdp4_ep2", 0, "full")]
+
+
+@pytest.mark.parametrize(("mesh", "rank", "ac"), [
+    *((mesh, rank, ac) for mesh, ranks in MESHES.items() for rank in ranks for ac in ("none", "full", "selective_op")),
+    *TOGETHER,
+])
+def test_memory_is_what_the_pipeline_needs(configure, mesh: str, rank: int, ac: str) -> None:
+    config = configure(*(MIXED if "ep" in mesh else DENSE), f"parallel={mesh}", f"ac={ac}")
+    job = configured.job(config)
+    real = memory_trace.measured(config, pipeline_rank=rank)
+    stages = job.stages_of(rank)
+    states = memory.states(job, stages)
+    assert real.parameters == pytest.approx(states["parameters"], rel=0.001)
+    assert real.optimizer == pytest.approx(states["optimizer"], rel=0.001)
+    assert real.gradients == pytest.approx(states["gradients"], rel=0.001)
+    held = memory.forwards_held(job, rank) / job.stages_per_rank if job.mesh.pp > 1 else 1
+    saved = [held * live.kept(job, block) for stage in stages for block in stage.blocks]
+    assert real.saved == pytest.approx(saved, rel=0.02)
+    when, parts = live.fullest(job, rank=rank)
+    assert real.peak.total == pytest.approx(sum(parts.values()), rel=0.02), (when, parts, real.peak)
+
+
+@pytest.mark.parametrize(("model", "typed"), [
+    (DENSE, "parallel=single ac=none"), (DENSE, "parallel=tp2 ac=selective_op"), (DENSE, "parallel=cp2 ac=none"),
+    (MIXED, "parallel=single ac=none"),
+])
+def test_a_compiled_block_keeps_what_is_planned(configure, model: list[str], typed: str) -> None:
+    config = configure(*model, *typed.split(), "compile=block", "compile.backend=aot_eager_decomp_partition",
+                       "model.num_layers=1")
+    job = configured.job(config)
+    [block] = job.shape.blocks
+    # cosines and sines of a cp rank's positions are picked in the forward, and belong to all blocks
+    tables = 4 * config.train.seq_len // job.mesh.cp * job.shape.head_dim * (job.mesh.cp > 1)
+    assert memory_trace.compiled_block(config) - tables == pytest.approx(live.kept(job, block), rel=0.02)
