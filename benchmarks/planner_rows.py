@@ -3,9 +3,10 @@
     python benchmarks/planner_rows.py            print the tables
     python benchmarks/planner_rows.py --write    and write them, with the plot, into docs/
 
-``published_throughput.csv`` holds what the sources state, ``measured_h200.csv`` what torchtitan 0.2.2 and this project
-reached on one and two H200. What a source leaves unsaid is said in ``_READINGS``, by source: nothing is chosen row by
-row.
+``published_throughput.csv`` holds what the sources state, ``measured_torchtitan_h200.csv`` what torchtitan 0.2.2
+reached on one and two H200, ``measured_titanyaml_h200.csv`` what this project did: a line there is what was typed,
+tokens/s and GiB reserved, and needs nothing else. What a source leaves unsaid is said in ``_READINGS``, by source:
+nothing is chosen row by row.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titanyaml.planner import memory, profile, step
-from titanyaml.planner.inputs import TITANYAML, Job, Mesh, Software
+from omegaconf import OmegaConf
+
+from titanyaml.config import dump, hydra_hook, schema, store
+from titanyaml.config.nearest import keys_of
+from titanyaml.config.report import compose_report
+from titanyaml.planner import configured, memory, profile, step
+from titanyaml.planner.inputs import Job, Mesh, Software
 from titanyaml.planner.shape import Shape
 
 HERE = Path(__file__).parent
@@ -62,13 +68,14 @@ _READINGS = {
     "MosaicML llm-foundry benchmarks": Reading(
         "llm-foundry", "", Software("FSDP1 2023", loss="plain", optimizer_bytes=28.0, attention="flash",
                                     keeps_even=False, gemm_age=0.88, attention_age=0.7)),
-    "titanyaml on H200": Reading("titanyaml", "h200", replace(TITANYAML, keeps_scattered=False, keeps_exchanged=False)),
     "torchtitan 0.2.2 on H200": Reading(
         "measured", "h200", replace(_TITAN, name="torchtitan 0.2.2", loss="compiled", optimizer_bytes=28.0,
                                     attention="cudnn", root_copies=2.0)),
 }
 
-_AC = {"memory budget": "memory_budget", "selective": "selective_op",
+#: GB/s: a gather between the two H200 of the measured rows, where NVLink multicast is off.
+_PAIR = 215.0
+_AC = {"selective": "selective_op",
        "selective per-op": "selective_op", "full": "full", "none": "none"}
 
 
@@ -134,6 +141,8 @@ def job(row: dict[str, str]) -> Job:
     software = reading.software
     if option == "a100_80gb":
         software = replace(software, gemm_age=1.0)
+    if reading.group == "measured":
+        cluster = replace(cluster, nvlink_gb_s=_PAIR)
     ranks, pp = _number(row, "n_gpus"), _number(row, "pp")
     tp, cp = _number(row, "tp"), _number(row, "cp")
     mesh = Mesh(dp_shard=ranks // (tp * cp * pp), tp=tp, cp=cp, pp=pp)
@@ -148,7 +157,7 @@ def job(row: dict[str, str]) -> Job:
         microbatches=pp, schedule=row["pp_schedule"] or "1F1B", stages_per_rank=2 if interleaved else 1,
         ac=_AC[row["activation_ckpt"] or "selective"], quant=name, float8_gather=gathers,
         compiled=row["compile"] == "true", async_tp=("all_gather", "reduce_scatter") * (row["async_tp"] == "true"),
-        cp_method=row.get("cp_method") or "ring", ac_budget=float(row.get("ac_budget") or 1),
+        cp_method="ring",
     )
 
 
@@ -157,29 +166,44 @@ def _planned(row: dict[str, str]) -> Row:
     label = (f"{row['model']}, {row['n_gpus']} {row['hardware'].split(' (')[0]}{mesh}, {row['local_batch']} x "
              f"{row['seq_len'] or 8192}, {row['precision_or_quant']}" + ", eager" * (row["compile"] == "false")
              + ", async TP" * (row["async_tp"] == "true") + (f", {row['pp_schedule']}" if row["pp_schedule"] else "")
-             + (f", {row['cp_method']}" if row.get("cp_method") and _number(row, "cp") > 1 else "")
              + (f", AC {row['activation_ckpt']}" if row["activation_ckpt"] else ""))
-    published = float(row["tokens_per_s_per_gpu"])
-    gib = float(row["peak_mem_gib"]) if row["peak_mem_gib"] else None
     reason = left_out(row)
-    group = _READINGS[row["source"]].group if row["source"] in _READINGS else row["source"]
     if reason:
-        return Row(row["source"], label, group, published, gib, row, reason=reason)
-    made = job(row)
+        return Row(row["source"], label, row["source"], float(row["tokens_per_s_per_gpu"]), None, row, reason=reason)
+    return _reckoned(row["source"], label, _READINGS[row["source"]].group, row, job(row))
+
+
+def _own(row: dict[str, str], loader: hydra_hook.Loader) -> Row:
+    """A run of this project: what was typed is planned as it was typed."""
+    typed = ["runner=plan", "hardware=h200", f"cluster.nvlink_gb_s={_PAIR}", *row["options"].split()]
+    report = compose_report(typed, loader=loader)
+    assert not report.problems, report.problems
+    made = configured.job(dump.to_dataclass(OmegaConf.masked_copy(report.cfg, list(keys_of(schema.Config)))))
+    return _reckoned("titanyaml on H200", row["options"], "titanyaml", row, made)
+
+
+def _reckoned(source: str, label: str, group: str, row: dict[str, str], made: Job) -> Row:
     planned = step.plan_step(made)
     tps = made.tokens_per_step / planned.seconds / made.mesh.world_size
-    return Row(row["source"], label, group, published, gib, row, made, "", tps,
+    gib = float(row["peak_mem_gib"]) if row["peak_mem_gib"] else None
+    return Row(source, label, group, float(row["tokens_per_s_per_gpu"]), gib, row, made, "", tps,
                memory.plan_memory(made).total / memory.GIB)
 
 
+def _read(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((HERE / name).open(encoding="utf-8")))
+
+
 def rows() -> list[Row]:
-    """Every row of both files."""
-    published = list(csv.DictReader((HERE / "published_throughput.csv").open(encoding="utf-8")))
-    for row in csv.DictReader((HERE / "measured_h200.csv").open(encoding="utf-8")):
-        published.append({"source": f"{row.pop('program')} on H200", "hardware": "H200", "pp": "1", "pp_schedule": "",
-                          "compile": "true", "notes": "", "gpu_mem_gb": "141",
+    """Every row of the three files."""
+    published = _read("published_throughput.csv")
+    for row in _read("measured_torchtitan_h200.csv"):
+        published.append({"source": "torchtitan 0.2.2 on H200", "hardware": "H200", "pp": "1", "pp_schedule": "",
+                          "compile": "true", "async_tp": "false", "notes": "", "gpu_mem_gb": "141",
                           "precision_or_quant": row.pop("quant"), **row})
-    return [_planned(row) for row in published]
+    store.register()
+    loader = hydra_hook.main_loader()
+    return [*map(_planned, published), *(_own(row, loader) for row in _read("measured_titanyaml_h200.csv"))]
 
 
 #: Columns in one of which the rows of a pair differ.

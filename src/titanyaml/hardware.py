@@ -14,11 +14,14 @@ from titanyaml.config import schema
 GIB = 2**30
 
 #: Name of an option of conf/hardware by what the driver calls the device. The peaks stand in the YAML files alone.
-#: PCIe and NVL cards of the same chip have other peaks and are not matched.
+#: NVL cards of the same chip have other peaks and are not matched.
 _DEVICES = {
     "h100_sxm": r"H100 80GB HBM3|H100 SXM",
     "h200": r"H200(?! NVL)",
+    "h100_pcie": r"H100 PCIe",
+    "gh200": r"GH200 480GB",
     "a100_80gb": r"A100[- ](SXM4-)?80GB",
+    "a100_40gb": r"A100[- ](SXM4-)?40GB|A100-PCIE-40GB",
     "b200": r"B200",
 }
 

@@ -78,7 +78,8 @@ def test_a_default_is_written_once(group: str, option: str) -> None:
 def test_an_option_chooses_for_others_openly() -> None:
     """Runners leave out what they do not need; a device brings its links."""
     choosing = {option for option in OPTIONS if "defaults:" in (CONF / option[0] / f"{option[1]}.yaml").read_text()}
-    devices = {("hardware", name) for name in ("a100_80gb", "b200", "h100_500w", "h100_sxm", "h200")}
+    devices = {("hardware", name) for name in ("a100_40gb", "a100_80gb", "b200", "gh200", "h100_500w",
+                                                "h100_pcie", "h100_sxm", "h200")}
     assert choosing == {("runner", "bench"), ("runner", "plan")} | devices
 
 

@@ -46,6 +46,16 @@ def test_a_plan_on_a_laptop(typed, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "here" / "status.json").read_text())["metric"] == plan["tps"]
 
 
+def test_what_does_not_fit_is_a_result(typed, tmp_path: Path) -> None:
+    done = typed("runner=plan", "model=llama3_8b", "parallel=fsdp8", "hardware=h100_sxm", "train.local_batch=8",
+                 "run.dir=here")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "here" / "plan.json").read_text())
+    assert plan["fits"] is False and len(plan["changes"]) == 3
+    assert "does not fit" in plan["warnings"][0] and "the largest part is activations" in plan["warnings"][0]
+    assert all(one["typed"] in plan["warnings"][0] for one in plan["changes"])
+
+
 def test_a_sweep_ranks_meshes(typed, tmp_path: Path) -> None:
     done = typed("-m", "runner=plan", "model=llama3_8b", "parallel=fsdp8,single", "hardware=h100_sxm",
                  "train.local_batch=1", "ac=full", "hydra.sweep.dir=swept")
@@ -55,6 +65,35 @@ def test_a_sweep_ranks_meshes(typed, tmp_path: Path) -> None:
     fsdp, single = rows["fsdp8"], rows["single"]
     assert float(fsdp["tps"]) == float(fsdp["metric"]) > 5000
     assert (single["state"], float(single["metric"])) == ("done", 0.0), "what does not fit is a result"
+
+
+def test_a_search_chooses_the_jobs_of_a_sweep(typed, tmp_path: Path) -> None:
+    done = typed("-m", "hydra/sweeper=titan_search", "runner=plan", "model=llama3_8b", "hardware=h100_sxm",
+                 "launch.nproc=16", "train.global_batch=32", "parallel.tp=1,2", "parallel.cp=1", "ac=full",
+                 "quant=none,float8_rowwise", "parallel.pp=1", "optim=adamw,adamw_bf16", "hydra.sweeper.jobs=2",
+                 "hydra.sweep.dir=found")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found" / "search.json").read_text())
+    assert found["tried"] >= found["legal"] >= found["fitted"] > 30
+    best = found["best"]
+    assert len(best) == 10 and best == sorted(best, key=lambda one: -one["tps"])
+    assert all("ac=full" in one["change"] and one["why"] for one in best), "what was typed is kept"
+    assert {"optim=adamw", "optim=adamw_bf16"} == {text for one in best for text in one["base"] if "optim" in text}
+    assert found["command"] in done.stdout and "torchrun --nnodes=2 --nproc-per-node=8" in found["command"]
+    assert "runner" not in found["command"] and "launch.nproc" not in found["command"]
+    with (tmp_path / "found" / "sweep.csv").open() as file:
+        speeds = sorted((float(row["tps"]) for row in csv.DictReader(file)), reverse=True)
+    assert speeds == pytest.approx([one["tps"] for one in best[:2]])
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["hardware=h200", "parallel=auto"], "a search must know on how many devices"),
+    (["hardware=h200", "launch.nproc=8", "train.seq_len=100000000"], "train.seq_len"),
+])
+def test_a_search_that_cannot_be(typed, overrides: list[str], words: str) -> None:
+    done = typed("-m", "hydra/sweeper=titan_search", "runner=plan", "model=llama3_8b", *overrides)
+    assert done.returncode == 2
+    assert words in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_unknown_device_is_refused(typed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import statistics
 from types import ModuleType
@@ -64,11 +65,12 @@ def test_h200_rows(rows: list, published: ModuleType) -> None:
     assert worst <= 0.05
 
 
-def test_own_rows(rows: list, published: ModuleType) -> None:
+def test_every_own_row(rows: list) -> None:
+    """A new line of benchmarks/measured_titanyaml_h200.csv is held against its plan like every other."""
     mine = of(rows, "titanyaml")
-    assert len(mine) == 9
-    assert published.statistics_of([row.error for row in mine])[2] <= 0.05
-    assert published.statistics_of([row.memory_error for row in mine])[2] <= 0.04
+    assert len(mine) >= 17
+    assert [(row.label, row.error) for row in mine if abs(row.error) > 0.05] == []
+    assert [(row.label, row.memory_error) for row in mine if row.memory and abs(row.memory_error) > 0.03] == []
 
 
 def test_pairs_are_ordered_right(rows: list, published: ModuleType) -> None:
@@ -80,6 +82,21 @@ def test_pairs_are_ordered_right(rows: list, published: ModuleType) -> None:
                              for slow, fast in found) <= 0.05
 
 
+def test_a_calibration_alone_is_enough(rows: list, published: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing fitted: the H200's own rates, and counts in place of the fitted constants."""
+    monkeypatch.syspath_prepend(published.HERE)
+    calibrated = importlib.import_module("planner_calibrated")
+    planned = [row for row in rows if not row.reason]
+    before = {name: one.value for name, one in constants.ALL.items()}
+    errors = calibrated.errors(planned, calibrated.read())
+    assert {name: one.value for name, one in constants.ALL.items()} == before
+    assert set(calibrated.NEUTRAL) | {"CAST_TENSORWISE", "CAST_ROWWISE", "TP_LEFTOVER", "ALLOCATOR_GIB"} == set(before)
+    h200 = [error for row, error in zip(planned, errors, strict=True) if row.job.device.name == "h200"]
+    assert len(h200) >= 32
+    assert published.statistics_of(h200)[0] <= 0.08
+    assert published.statistics_of(errors)[0] <= 0.10
+
+
 def test_every_row_that_is_left_out_says_why(rows: list) -> None:
     left = [row for row in rows if row.reason]
     assert len(left) + len(of(rows, "torchtitan", "torchao", "llm-foundry", "measured", "titanyaml")) == len(rows)
@@ -87,7 +104,7 @@ def test_every_row_that_is_left_out_says_why(rows: list) -> None:
 
 
 def test_fitted_numbers_are_plausible() -> None:
-    assert len(constants.ALL) <= 14
+    assert len(constants.ALL) <= 12 - 3, "with products in bf16 and float8 and NVLink, which belong to a device"
     for name, one in constants.ALL.items():
         assert one.low <= one.value <= one.high, name
 

@@ -84,3 +84,11 @@ def entity_is_part_of_a_file_name(c: Any) -> Problem | None:
     legal = re.sub(r"[^A-Za-z0-9.-]+", "-", c.runner.entity).strip("-.") or "local"
     return Problem("runner.entity", f"is {c.runner.entity!r}; it ends the name of a file whose parts are joined by _",
                    allowed="letters, digits, dots and hyphens", hint=f"runner.entity={legal}")
+
+
+@rule("hardware.calibrate", "runner.name")
+def benchmarks_calibrate(c: Any) -> Problem | None:
+    if not c.hardware.calibrate or c.runner.name == "bench":
+        return None
+    return Problem("hardware.calibrate", f"is true, but runner={c.runner.name} measures no rates",
+                   allowed="true with runner=bench", hint="runner=bench or hardware.calibrate=false")

@@ -22,7 +22,8 @@ def planned_device_has_rates(c: Any) -> Problem | None:
         return None
     return Problem(f"hardware.{missing[0]}", f"is null: runner=plan reckons with the rates of a device, and hardware="
                    f"{c.hardware.name} has none", allowed="a file of conf/hardware with rates, or these keys given",
-                   hint=ways("hardware", ["h200", "h100_sxm", "h100_500w", "a100_80gb", "b200"]))
+                   hint=ways("hardware", ["h200", "h100_sxm", "h100_500w", "h100_pcie", "gh200", "a100_80gb",
+                                          "a100_40gb", "b200"]))
 
 
 @rule("runner.name", "cluster", "parallel", "launch")

@@ -14,7 +14,8 @@ RULES: list[Rule] = []
 rule = into(RULES)
 
 #: CUDA compute capability of the devices in conf/hardware, and what multiplying in these formats takes.
-CAPABILITY = {"a100_80gb": 8.0, "h100_sxm": 9.0, "h100_500w": 9.0, "h200": 9.0, "b200": 10.0}
+CAPABILITY = {"a100_40gb": 8.0, "a100_80gb": 8.0, "h100_sxm": 9.0, "h100_500w": 9.0, "h100_pcie": 9.0, "h200": 9.0,
+              "gh200": 9.0, "b200": 10.0}
 FLOAT8_CAPABILITY, MX_CAPABILITY = 8.9, 10.0
 
 

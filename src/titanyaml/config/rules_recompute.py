@@ -64,11 +64,3 @@ def chosen_recompute_has_its_plugin(c: Any) -> Problem | None:
         return None
     return Problem("ac.mode", "is auto, but pipeline.plugins.ac, which would recompute, is off", allowed="none",
                    hint="ac=none")
-
-
-@rule("ac.mode", "runner")
-def search_chooses_recompute_itself(c: Any) -> Problem | None:
-    if c.ac.mode != "auto" or c.runner.name != "plan" or not c.runner.search:
-        return None
-    return Problem("ac.mode", "is auto, but runner.search=true tries every recomputation itself", allowed="none",
-                   hint="ac=none or runner.search=false")

@@ -201,10 +201,6 @@ class Runner:
         None, "tokens of the whole training, for days, device-hours and cost; null: those of train.steps", above=0,
         when=("name", ["plan"]),
     )
-    search: bool = key(
-        False, "try meshes of equally many ranks, recomputation and batches, and plan the fastest that fits",
-        when=("name", ["plan"]),
-    )
     trace: bool = key(
         False, "run the pipeline on fake tensors and compare its products and collectives with the plan's",
         when=("name", ["plan"]),

@@ -22,5 +22,15 @@ def register() -> None:
     ConfigStore.instance().store(name=SCHEMA_NAME, node=schema.Config, provider="titanyaml")
     setup_globals()  # Hydra's own resolver ${now:...}
     resolvers.register()
-    for plugin in (search.MeshSource, search.ExperimentSource, search.TitanSearchPath):
+    for plugin in (search.MeshSource, search.ExperimentSource, search.TitanSearchPath, *_sweepers()):
         Plugins.instance().register(plugin)
+
+
+def _sweepers() -> list[type]:
+    """Hydra scans hydra_plugins itself, but sees nothing of it in an editable install; one that was made before the
+    sweeper was there has no way to it, and does without until ``pip install -e .`` is repeated."""
+    try:
+        from hydra_plugins.titan_search import TitanSearch
+    except ModuleNotFoundError:
+        return []
+    return [TitanSearch]

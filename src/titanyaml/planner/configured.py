@@ -58,11 +58,13 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
         software = replace(FUSED, loss="fused")
     if recipe == "float8_tensorwise" and config.quant.product == "own":
         software = replace(software, gathers_float8=True)
+    own = recipe != "none" and config.quant.product == "own"
     return Job(
         sizes_of, mesh, device, profile.network(cluster or config.cluster, world_size=mesh.world_size),
         software, seq_len=train.seq_len, **batches, ac=config.ac.mode, ac_every=config.ac.every,
-        ac_budget=config.ac.budget, quant=recipe, float8_gather=gathers, compiled=config.compile.mode != "none",
-        async_tp=_async_tp(config),
+        ac_budget=config.ac.budget, quant=recipe, float8_gather=gathers,
+        own_float8=own, keeps_float8_weights=own and not config.quant.force_recompute_weight,
+        compiled=config.compile.mode != "none", async_tp=_async_tp(config),
         chunk_tokens=config.loss.chunk_tokens or (4096 if software.loss == "fused" else 1024),
         sequence_parallel=parallel.tp_sequence_parallel,
         cp_method=parallel.cp_method, reshard=parallel.fsdp_reshard_after_forward,

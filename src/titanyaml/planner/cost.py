@@ -72,17 +72,24 @@ def gemm_rate(job: Job, dtype: str) -> float:
 
 def gemm_seconds(job: Job, one: Gemm) -> float:
     """Seconds of a product."""
-    shape = (constants.GEMM_SHAPE_FP8 if one.dtype == "fp8" else constants.GEMM_SHAPE_BF16).value
+    rate = gemm_rate(job, one.dtype)
+    shape = _shape_constant(job) if one.dtype == "fp8" else job.device.bf16_shape
     # what groups do not share: each has as many rows (or summands), and a matrix (or a result) of its own
     m, k = (one.m / one.groups, one.k) if one.split == "m" else (one.m, one.k / one.groups)
-    computing = one.flops / gemm_rate(job, one.dtype) * (1 + shape * (1 / m + 1 / one.n + 1 / k))
+    computing = one.flops / rate * (1 + shape * (1 / m + 1 / one.n + 1 / k))
     moved = one.groups * ((m * k + k * one.n) * _BYTES[one.dtype] + m * one.n * _OUT_BYTES[one.dtype])
     return max(computing, moved / bandwidth(job), job.device.launch_us * 1e-6)
 
 
+def _shape_constant(job: Job) -> float:
+    """Of float8: what a product loses at its edges is the same time, counted in faster products."""
+    device = job.device
+    return device.fp8_shape or device.bf16_shape * device.fp8_tflops / device.bf16_tflops
+
+
 def bandwidth(job: Job) -> float:
     """Reached bytes per second of memory."""
-    return job.device.memory_tb_s * 1e12 * constants.MEMORY_EFFICIENCY.value
+    return job.device.memory_tb_s * 1e12 * job.device.memory_share
 
 
 def attention_seconds(job: Job, one: Attention) -> float:
@@ -137,6 +144,8 @@ def times(job: Job, operators: Iterable[Operator]) -> Times:
         else:
             seconds = collective_seconds(job, one)
             overlaps = one.axis == "tp" and one.op in job.async_tp and not one.name
+            # gathered and multiplied in pieces, float8 with scales by row takes longer than one after the other (H200)
+            overlaps &= not (one.op == "all_gather" and "rowwise" in job.quant)
             hidden = constants.ASYNC_TP_HIDDEN.value if overlaps else 0.0
             total.send(one.axis, one.op, bytes=one.bytes, seconds=seconds, exposed=seconds * (1 - hidden))
     for one in beside:

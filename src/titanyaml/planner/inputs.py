@@ -41,6 +41,10 @@ class Device:
         memory_tb_s: datasheet bandwidth.
         flash_tflops, cudnn_tflops: causal attention forward and backward, long sequences; None where it is missing.
         launch_us: least time of a kernel. reserve_gib: CUDA context and NCCL, outside the allocator.
+        bf16_shape, fp8_shape: s of ``cost.gemm_seconds`` (elements); that of float8 is as many times larger as its
+            rate is, where it was not measured. memory_share: of the bandwidth, reached by passes over memory.
+        cast_bytes: moved to cast an element to float8: (tensorwise, rowwise); None: as fitted.
+        basis: where the rates come from: measured, fitted (to published runs), datasheet (shares of it), given.
     """
 
     name: str
@@ -53,11 +57,17 @@ class Device:
     cudnn_tflops: tuple[float, float] | None
     launch_us: float
     reserve_gib: float
+    bf16_shape: float = 110.0
+    fp8_shape: float | None = None
+    memory_share: float = 0.88
+    cast_bytes: tuple[float | None, float | None] = (None, None)
+    basis: str = "given"
 
 
 @dataclass(frozen=True)
 class Network:
-    """Links. gpus_per_host: that NVLink joins. nvlink_gb_s, rdma_gb_s: reached by large collectives, a GPU."""
+    """Links. gpus_per_host: that NVLink joins. nvlink_gb_s, rdma_gb_s: reached by large collectives, a GPU. basis: as
+    of a device."""
 
     name: str
     gpus_per_host: int
@@ -65,6 +75,7 @@ class Network:
     rdma_gb_s: float
     nvlink_latency_us: float
     rdma_latency_us: float
+    basis: str = "given"
 
     def rate(self, mesh: Mesh, axis: str) -> float:
         """Bytes per second and rank of a collective over an axis.
@@ -93,7 +104,8 @@ class Software:
     Args:
         loss: ``chunked``: a chunk of tokens at a time; ``fused``: the same in one kernel on bf16 logits; ``compiled``:
             all logits, fused; ``plain``: all logits, eager.
-        optimizer_bytes: moved for a parameter by one update, clipping included.
+        optimizer_bytes: moved for a parameter by one update, clipping included. recast_bytes: moved beside it where
+            weights and gradients are in bf16: the gradient's cast (6), the weight's (6).
         attention: ``flash`` or ``cudnn``.
         keeps_even: selective recomputation keeps the 2nd, 4th, ... product; else the 1st, 3rd, ...
         keeps_exchanged: it keeps the output of context attention, not of its parts, and what cp ranks exchange.
@@ -111,6 +123,7 @@ class Software:
     name: str
     loss: str = "chunked"
     optimizer_bytes: float = 40.0
+    recast_bytes: float = 12.0
     attention: str = "cudnn"
     keeps_even: bool = True
     keeps_scattered: bool = False
@@ -133,7 +146,7 @@ class Software:
 
 #: This project: with plain PyTorch's kernels, and with its own.
 TITANYAML = Software("titanyaml", copies_sequence=True, keeps_scattered=True, keeps_exchanged=True)
-FUSED = replace(TITANYAML, optimizer_bytes=32.0, sums_gradients=False)
+FUSED = replace(TITANYAML, optimizer_bytes=32.0, recast_bytes=0.0, sums_gradients=False)
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,8 @@ class Job:
             stage; () where stages go round the ranks.
         ac: none, full, selective_op, selective_layer, memory_budget. ac_every: of selective_layer. ac_budget: share of
             activations kept.
-        quant: none or one of FLOAT8. float8_gather: FSDP gathers float8.
+        quant: none or one of FLOAT8. float8_gather: FSDP gathers float8. own_float8: our own casts and products, which
+            keep their inputs for the backward pass; keeps_float8_weights: and the weights.
         async_tp: collectives overlapped with products: "all_gather", "reduce_scatter".
         chunk_tokens: of a chunked loss. sequence_parallel: tp ranks hold slices of the sequence. ring: cp passes keys
             around; else gathers them. ulysses: trades sequence for heads.
@@ -177,6 +191,8 @@ class Job:
     ac_budget: float = 1.0
     quant: str = "none"
     float8_gather: bool = False
+    own_float8: bool = False
+    keeps_float8_weights: bool = False
     compiled: bool = True
     async_tp: tuple[str, ...] = ()
     chunk_tokens: int = 1024
@@ -201,6 +217,13 @@ class Job:
     def tokens_per_step(self) -> int:
         """Over all ranks."""
         return self.local_batch * self.accumulation * self.mesh.data_degree * self.seq_len
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of an element of the residual stream: autocast, which one data rank has in some programs, leaves what the
+        embedding looks up in float32."""
+        alone = self.mesh.token_degree == 1 and self.software.weights == "autocast"
+        return 4 if alone else self.compute_bytes
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """The stages of a pipeline rank."""

@@ -23,10 +23,18 @@ def float8(job: Job) -> bool:
     return job.quant != "none"
 
 
+#: Of our own cast: read for the amax, read again, written in both layouts: 6 bytes, at 0.63 of a copy's rate on an H200
+#: (``benchmarks/kernels.py``: 2.5 to 2.8 TB/s).
+OWN_CAST = 6 / 0.63
+
+
 def cast_bytes(job: Job) -> float:
-    """Bytes that a cast moves for an element."""
+    """Bytes that a cast of both layouts moves for an element."""
+    if job.own_float8:
+        return OWN_CAST
     tensorwise = job.quant == "float8_tensorwise"
-    return (constants.CAST_TENSORWISE if tensorwise else constants.CAST_ROWWISE).value
+    fitted = constants.CAST_TENSORWISE if tensorwise else constants.CAST_ROWWISE
+    return job.device.cast_bytes[not tensorwise] or fitted.value
 
 
 def local(job: Job, one: Linear) -> tuple[int, int]:
@@ -108,7 +116,7 @@ def _forward_passes(job: Job, block: Block) -> list[Operator]:
     3d. Eager kernels pass more often (``_eager``).
     """
     d, heads, f = _widths(job, block)
-    moved = job.compute_bytes * (9 * d + 2 * heads + (3 if job.shape.gated else 2) * f)
+    moved = 9 * d * job.stream_bytes + job.compute_bytes * (2 * heads + (3 if job.shape.gated else 2) * f)
     moved += _eager(job, block, norm=30, rotation=24, product=4)
     return [Pass("norms, rotation, activation", "elementwise", moved)]
 
@@ -117,7 +125,8 @@ def _backward_passes(job: Job, block: Block) -> list[Operator]:
     """Compiled, in elements a token: two norms 8d, sums of the products' input gradients 7d, rotation 2(q + k),
     product 6f (ungated 3f)."""
     d, heads, f = _widths(job, block)
-    moved = job.compute_bytes * (8 * d + 7 * job.tokens * job.shape.dim + 2 * heads + (6 if job.shape.gated else 3) * f)
+    moved = (8 * d + 7 * job.tokens * job.shape.dim) * job.stream_bytes
+    moved += job.compute_bytes * (2 * heads + (6 if job.shape.gated else 3) * f)
     moved += _eager(job, block, norm=45, rotation=30, product=6)
     return [Pass("gradients of norms, rotation, activation", "elementwise", moved)]
 
@@ -136,7 +145,7 @@ def _eager(job: Job, block: Block, *, norm: float, rotation: float, product: flo
         return 0.0
     d, heads, f = _widths(job, block)
     norms = 0.0 if job.software.fused_norms else 2 * norm * d
-    return constants.EAGER_TRAFFIC.value * (norms + rotation * heads + product * f * job.shape.gated)
+    return norms + rotation * heads + product * f * job.shape.gated
 
 
 def block_forward(job: Job, block: Block) -> list[Operator]:
@@ -174,8 +183,9 @@ def block_recompute(job: Job, block: Block) -> list[Operator]:
     """
     if job.ac == "none":
         return []
-    if job.ac == "memory_budget":
-        return _forward_passes(job, block)
+    if job.ac == "memory_budget":  # within kernels of the backward pass, which write what was not kept
+        d, _, f = _widths(job, block)
+        return [Pass("norms and product again", "elementwise", job.compute_bytes * (2.0 * d + f))]
     again = redone(job, block)
     linears = tuple(one for one in job.shape.linears_of(block) if one.name in again)
     full = job.ac != "selective_op"

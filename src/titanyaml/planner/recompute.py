@@ -12,7 +12,7 @@ from typing import Any
 from titanyaml.config.schema import ActivationCheckpointing, Config
 from titanyaml.errors import ConfigError
 from titanyaml.planner import memory, step
-from titanyaml.planner import plan as planning
+from titanyaml.planner.changes import Change
 from titanyaml.planner.inputs import Job
 from titanyaml.planner.plan import Plan
 
@@ -117,19 +117,20 @@ def concrete(config: Config, choice: Choice) -> Config:
     return replace(config, ac=choice.ac, pipeline=replace(config.pipeline, plugins=nodes))
 
 
-def refuse_what_does_not_fit(choice: Choice) -> None:
-    """Raise ConfigError where nothing fits: the largest part, and the changes with which something would."""
-    if choice.fits:
-        return
-    room, at = choice.plan.memory, choice.plan.job
+def refusal(choice: Choice, ways: list[Change]) -> ConfigError:
+    """That nothing fits: the largest part, and the changes with which something would, if any without more devices.
+
+    Args:
+        ways: of the choice that needs the least memory.
+    """
+    room = choice.plan.memory
     part, size = max(room.parts.items(), key=lambda one: one[1])
-    job = replace(at, device=replace(at.device, memory_gib=choice.limit_gib, reserve_gib=0.0))
-    changes = planning.fitting_changes(job, more_devices=False) or planning.fitting_changes(job)
-    raise ConfigError(
+    here = [way.typed for way in ways if way.devices <= choice.plan.job.mesh.world_size]
+    return ConfigError(
         f"is auto, and nothing fits: even {override(choice.ac)} is planned to need "
         f"{room.with_margin / memory.GIB:.1f} GiB of {choice.limit_gib:.1f} ({choice.limit}), the largest part "
         f"is {part} with {size / memory.GIB:.1f} GiB", key="ac.mode",
-        hint=" or ".join(typed.partition(" (")[0] for typed, _ in changes) or "more ranks, or a smaller train.seq_len",
+        hint=" or ".join(here or [way.typed for way in ways]) or "more ranks, or a smaller train.seq_len",
     )
 
 

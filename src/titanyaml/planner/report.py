@@ -67,10 +67,6 @@ def tables(record: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
     if record.get("trace"):
         rows = [[row["what"], row["planned"], row["traced"]] for row in record["trace"]]
         found.append(("plan against the traced pipeline", ["what", "planned", "traced"], rows))
-    if record.get("search"):
-        rows = [[row["change"], f"{row['tps']:,.0f}", f"{100 * row['mfu']:.1f}", f"{row['memory_gib']:.1f}", row["why"]]
-                for row in record["search"]]
-        found.append(("fastest that fit", ["configuration", "tokens/s", "MFU %", "GiB", "where time goes"], rows))
     return found
 
 

@@ -21,9 +21,8 @@ def _does_not_fit(made: Plan) -> str | None:
     if made.fits:
         return None
     part, size = max(made.memory.parts.items(), key=lambda one: one[1])
-    ways = "; ".join(f"{typed} ({tps:,.0f} tokens/s)" for typed, tps in made.changes) or "no single change is enough"
     return (f"does not fit: {made.total_gib:.1f} GiB of {made.limit_gib:.1f}, the largest part is {part} with "
-            f"{size / 2**30:.1f} GiB. What fits: {ways}")
+            f"{size / 2**30:.1f} GiB")
 
 
 def _tight(made: Plan) -> str | None:

@@ -183,6 +183,8 @@ def _optimizer(job: Job, stages: tuple[Stage, ...]) -> float:
     seconds = held * moved / bandwidth(job)
     if alone and job.software.weights == "autocast":
         seconds += 12 * whole / bandwidth(job) * job.accumulation
+    elif alone:
+        seconds += job.software.recast_bytes * whole / bandwidth(job)
     return seconds
 
 
@@ -229,6 +231,17 @@ def _transfers(job: Job, stages: tuple[Stage, ...], total: Times) -> None:
     count = sum(stage.neighbours for stage in stages) * job.microbatches * job.accumulation
     for op in ("send", "receive"):
         total.send("pp", op, bytes=one.bytes, seconds=collective_seconds(job, one), exposed=0.0, count=count)
+
+
+def least_seconds(job: Job) -> float:
+    """A bound below ``plan_step(job).seconds``: an even share of the blocks, with nothing but what they compute and the
+    transfers that they themselves wait for."""
+    again = job.ac not in ("none", "selective_layer")
+    seconds = {}
+    for block in set(job.shape.blocks):
+        parts = _parts(job, block)
+        seconds[block] = parts.forward.total + parts.backward.total + (parts.recompute.total if again else 0.0)
+    return sum(seconds[block] for block in job.shape.blocks) / job.mesh.pp * job.microbatches * job.accumulation
 
 
 def _slowest(job: Job) -> int:

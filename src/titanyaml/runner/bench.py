@@ -25,7 +25,7 @@ from titanyaml.dist.mesh import ParallelDims
 from titanyaml.models import decoder
 from titanyaml.pipeline.protocol import dtype_name
 from titanyaml.rundir import RunDir, atomic_write, utc_now
-from titanyaml.runner import bench_report, setup
+from titanyaml.runner import bench_report, calibrate, setup
 from titanyaml.runner.breakdown import breakdown
 from titanyaml.runner.profiler import activities
 from titanyaml.runner.startup import Startup
@@ -45,6 +45,8 @@ def bench(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
         ``fraction_of_floor``.
     """
     startup = Startup()
+    if config.hardware.calibrate:
+        calibrate.calibrate(run, env)
     measured = measure_ceilings(config, env)
     startup.lap("ceilings")
     every_step = dataclasses.replace(config, train=dataclasses.replace(config.train, log_every=1))

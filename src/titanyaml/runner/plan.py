@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import shlex
+from dataclasses import asdict
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from titanyaml.config import degrees
 from titanyaml.config.schema import Config
-from titanyaml.errors import ConfigError
-from titanyaml.planner import configured, report, timeline
+from titanyaml.planner import changes, configured, report, timeline
 from titanyaml.planner import plan as planning
 from titanyaml.planner import recompute as planned
 from titanyaml.planner import search as searching
@@ -30,19 +28,12 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
         ``metric`` and ``tps``: planned tokens per second and device, 0 where it does not fit; and ``fits``.
 
     Raises:
-        ConfigError: the device, the links or the model are not known well enough, or a search found nothing.
+        ConfigError: the device, the links or the model are not known well enough.
     """
     console = Console(width=None if Console().is_terminal else 160)
     config, choice = _settled(config)
-    found = searching.search(config) if config.runner.search else None
-    if found is not None and not found.best:
-        raise ConfigError(f"of {found.tried} configurations {found.legal} are legal and none fits", key="parallel",
-                          hint="more ranks, or a smaller train.seq_len")
-    made = found.best[0].plan if found else planning.plan(configured.job(config))
+    made = planning.plan(configured.job(config))
     record = _record(config, made) | ({} if choice is None else {"ac": choice.record()})
-    if found is not None:
-        record["search"] = [one.row() for one in found.best]
-        record["command"] = _command(run, found.best[0].change)
     if config.runner.trace:
         from titanyaml.runner import tracing  # torch, and seconds
 
@@ -50,9 +41,6 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
     report.show(record, console)
     if choice is not None:
         console.print(choice.sentence(), highlight=False, soft_wrap=True)
-    if found is not None:
-        console.print(f"{found.tried} tried, {found.legal} legal, {found.fitted} fit", highlight=False)
-        console.print(f"run the first: {record['command']}", highlight=False, soft_wrap=True)
     atomic_write(run.path / "plan.json", json.dumps(record, indent=1) + "\n")
     atomic_write(run.path / "plan.md", report.markdown(record))
     atomic_write(run.path / "timeline.json", json.dumps(timeline.trace_events(made.step)) + "\n")
@@ -71,29 +59,22 @@ def _settled(config: Config) -> tuple[Config, Choice | None]:
     return planned.concrete(config, choice), choice
 
 
-#: What a search chooses, and what belongs to planning.
-_CHOSEN = ("parallel", "ac", "train.local_batch", "train.global_batch", "compile.async_tp", "runner", "run.", "hydra.")
-
-
-def _command(run: RunDir, change: str) -> str:
-    """What trains the configuration that was found: what was typed, less what the search chose."""
-    path = run.path / "overrides.yaml"
-    typed = yaml.safe_load(path.read_text(encoding="utf-8"))["overrides"] if path.exists() else []
-    kept = [shlex.quote(one) for one in typed if not one.lstrip("+~").startswith(_CHOSEN)]
-    return " ".join(["python -m titanyaml", *kept, change])
-
-
 def _record(config: Config, made: Plan) -> dict[str, Any]:
     """Everything that plan.json holds."""
-    mesh = {axis: made.job.mesh.size(axis) for axis in degrees.MESH_AXES}
+    mesh = {axis: made.job.mesh.size(axis) for axis in degrees.AXES}
     tokens = config.runner.token_budget or config.train.steps * made.job.tokens_per_step
     spent = budget(made, tokens=tokens, power_w=config.hardware.power_w, price_per_hour=config.hardware.price_per_hour)
     remarks = warnings(made)
     if config.parallel.fsdp_cpu_offload:
         remarks.append("parallel.fsdp_cpu_offload is planned as if weights and optimizer were on the device")
-    if config.quant.recipe != "none" and config.quant.product == "own":
-        remarks.append("quant.product=own is planned with the casts of quant.product=torchao, which move more")
-    name = searching.name(mesh) + f"_ep{made.job.mesh.ep}" * (made.job.mesh.ep > 1)
-    return {"model": config.model.name, "mesh_name": name, **made.record(), "budget": spent,
+    ways = changes.changes(config, made)
+    if not made.fits:
+        remarks[0] += ". What fits: " + ("; ".join(map(_way, ways)) or "no change of one thing is enough")
+    return {"model": config.model.name, "mesh_name": searching.name(mesh), **made.record(), "budget": spent,
             "tokens_per_day": spent["tokens_per_day"], "gpu_hours": spent["gpu_hours"], "cost": spent["cost"],
-            "changes": [{"change": typed, "tps": tps} for typed, tps in made.changes], "warnings": remarks}
+            "changes": [asdict(way) for way in ways], "warnings": remarks}
+
+
+def _way(way: changes.Change) -> str:
+    cost = f"{100 * way.slowdown:.0f} % slower" if way.slowdown > 0 else f"{-100 * way.slowdown:.0f} % faster"
+    return f"{way.typed} ({cost}, {way.devices} devices)"

@@ -16,7 +16,7 @@ from titanyaml.config import schema
 from titanyaml.config.schema import Config
 from titanyaml.dist import comm
 from titanyaml.dist.env import Env
-from titanyaml.planner import configured, profile
+from titanyaml.planner import changes, configured, profile
 from titanyaml.planner import recompute as planned
 from titanyaml.planner.recompute import Choice
 from titanyaml.rundir import RunDir, atomic_write
@@ -43,8 +43,11 @@ def settle(config: Config, env: Env) -> tuple[Config, Choice | None]:
     limit_gib, why = planned.limit(config, device_gib=device_gib, reserve_gib=config.hardware.reserve_gib)
     job = configured.job(_as_it_runs(config, env), hardware=spec, cluster=links)
     choice = planned.choose(config, job, limit_gib=limit_gib, why=why)
-    planned.refuse_what_does_not_fit(choice)
-    return planned.concrete(config, choice), choice
+    settled = planned.concrete(config, choice)
+    if not choice.fits:
+        ways = changes.changes(settled, choice.plan, limit_gib=choice.limit_gib, hardware=spec, cluster=links)
+        raise planned.refusal(choice, ways)
+    return settled, choice
 
 
 def tell(choice: Choice | None, run: RunDir, env: Env) -> None:
