@@ -68,7 +68,7 @@ def test_h200_rows(rows: list, published: ModuleType) -> None:
 def test_every_own_row(rows: list) -> None:
     """A new line of benchmarks/measured_titanyaml_h200.csv is held against its plan like every other."""
     mine = of(rows, "titanyaml")
-    assert len(mine) >= 17
+    assert len(mine) >= 16
     assert [(row.label, row.error) for row in mine if abs(row.error) > 0.05] == []
     assert [(row.label, row.memory_error) for row in mine if row.memory and abs(row.memory_error) > 0.03] == []
 
@@ -92,9 +92,9 @@ def test_a_calibration_alone_is_enough(rows: list, published: ModuleType, monkey
     assert {name: one.value for name, one in constants.ALL.items()} == before
     assert set(calibrated.NEUTRAL) | {"CAST_TENSORWISE", "CAST_ROWWISE", "TP_LEFTOVER", "ALLOCATOR_GIB"} == set(before)
     h200 = [error for row, error in zip(planned, errors, strict=True) if row.job.device.name == "h200"]
-    assert len(h200) >= 32
+    assert len(h200) >= 31
     assert published.statistics_of(h200)[0] <= 0.08
-    assert published.statistics_of(errors)[0] <= 0.10
+    assert published.statistics_of(errors)[0] <= 0.08
 
 
 def test_every_row_that_is_left_out_says_why(rows: list) -> None:
