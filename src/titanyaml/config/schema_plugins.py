@@ -48,8 +48,10 @@ class Quant(PluginNode):
         False, "the gradients' products add in the tensor core's short accumulator, as the forward's does",
         when=("product", ["own"]),
     )
-    grad_dtype: str = key("e4m3", "format of the gradients that are multiplied; e5m2: more range, one bit less",
-                          choices=["e4m3", "e5m2"], when=("product", ["own"]))
+    grad_dtype: str = key(
+        "auto", "format of the gradients that are multiplied; e5m2: more range, one bit less; auto: e5m2 with one scale "
+        "a tensor, e4m3 with one a row", choices=["auto", "e4m3", "e5m2"], when=("product", ["own"]),
+    )
     filter_fqns: list[str] = key(
         [], "parts of the names of linear layers that stay in high precision", when=("recipe", RECIPES)
     )
