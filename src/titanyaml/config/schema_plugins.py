@@ -49,8 +49,8 @@ class Quant(PluginNode):
         when=("product", ["own"]),
     )
     grad_dtype: str = key(
-        "auto", "format of the gradients that are multiplied; e5m2: more range, one bit less; auto: e5m2 with one scale "
-        "a tensor, e4m3 with one a row", choices=["auto", "e4m3", "e5m2"], when=("product", ["own"]),
+        "auto", "format of the gradients that are multiplied; e5m2: more range, one bit less; auto: e5m2 with one "
+        "scale a tensor, e4m3 with one a row", choices=["auto", "e4m3", "e5m2"], when=("product", ["own"]),
     )
     filter_fqns: list[str] = key(
         [], "parts of the names of linear layers that stay in high precision", when=("recipe", RECIPES)
