@@ -81,17 +81,27 @@ def layers(x: Tensor, w: Tensor, options: Options) -> Tensor:
     return float8_linear(torch.nn.functional.silu(gate) * up, w.t().contiguous(), options)
 
 
+def exact(x: Tensor, w: Tensor) -> Tensor:
+    """``layers`` in float64, nothing cast."""
+    x, w = x.double(), w.double()
+    x = torch.nn.functional.rms_norm(x, x.shape[-1:])
+    return (torch.nn.functional.silu(x @ w.t()) * (x @ w.t() * 0.5)) @ w
+
+
 @pytest.mark.parametrize(("recipe", "recast"), list(itertools.product(RECIPES, [True, False])))
 def test_compiled_is_what_eager_computes(recipe: str, recast: bool) -> None:
-    """Inductor keeps float32 where eager rounds to bfloat16: some numbers fall to the neighbouring float8 one."""
+    """Inductor keeps float32 where eager rounds to bfloat16: some numbers fall to the neighbouring float8 one. With
+    ``rowwise_with_gw_hp`` the compiler makes the casts too, of numbers never rounded: then only as near to exact."""
     x, w, _ = inputs()
     grad = torch.randn_like(x) * 1e-3
     options = Options(recipe, fast_accum=False, fused=True, recast_weight=recast)
     torch._dynamo.reset()
     compiled = torch.compile(layers, fullgraph=True, dynamic=False)
     eager, plain = run(layers, x, w, grad, options), run(layers, x, w, grad, Options(recipe, False, fused=False))
+    true = run(lambda x, w, _: exact(x, w), x, w, grad.double(), options)
     for _ in range(2):  # the second call reuses buffers
-        for ours, theirs in zip(run(compiled, x, w, grad, options), eager, strict=True):
-            assert distance(ours, theirs) < 0.02
+        for ours, theirs, wanted in zip(run(compiled, x, w, grad, options), eager, true, strict=True):
+            assert distance(ours, wanted) < 1.1 * distance(theirs, wanted)
+            assert distance(ours, theirs) < 0.02 or not options.gradient_in_float8
     for ours, theirs in zip(eager, plain, strict=True):
         assert torch.equal(ours, theirs), "the Triton casts are those of plain PyTorch to the bit"
