@@ -25,6 +25,7 @@ from titanyaml.planner import constants, profile, step
 from titanyaml.planner.inputs import Device, Network
 
 CALIBRATED = planner_rows.HERE / "results" / "h200_calibrated.yaml"
+LINKS = planner_rows.HERE / "results" / "h200_links.yaml"
 
 #: Constants without a fit. Casts are measured, and come with the device.
 NEUTRAL = {
@@ -83,8 +84,9 @@ def _tps(row: Row, measured: dict[str, Any]) -> float:
 
 
 def read(path: Path = CALIBRATED) -> dict[str, Any]:
-    """What a calibration wrote: the keys of hardware, and those of cluster under ``links``."""
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    """What a calibration wrote: the keys of hardware, and those of the cluster under ``links``."""
+    device, links = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in (path, LINKS))
+    return device | {"links": links}
 
 
 def main() -> None:

@@ -212,6 +212,8 @@ def _in_process(cfg: DictConfig, folder: Path, typed: Typed) -> float | None:
         if not opened.finished:
             result = runner(opened.config, opened.run, None if plain else _environment())
             opened.run.write_status(state="done", exit_code=EXIT_DONE, **(result or {}))
+        elif not typed.sweep:
+            print(f"{folder} is finished; nothing to do (another run.dir starts anew)", file=sys.stderr, flush=True)
     finally:
         opened.run.release()
     return opened.run.status().get("metric")

@@ -26,7 +26,7 @@ CASES = {
     "recompute_reaches_a_block": (["ac=selective_layer", "ac.every=5"], "is 5, but the model has 4 blocks"),
     "budget_needs_the_compiler": (["ac=memory_budget", "compile=none"], "compile.mode=none compiles nothing here"),
     "chosen_recompute_has_a_limit": (["ac=auto"], "is null, and there is no GPU here"),
-    "chosen_recompute_is_planned": (["ac=auto", "ac.memory_gib=8", "model=moe_debug"], "mixtures of experts are not"),
+    "chosen_recompute_is_planned": (["ac=auto", "ac.memory_gib=8", "model=moe_debug"], "is not decided for mixtures of experts"),
     "chosen_recompute_has_a_backward": (["ac=auto", "runner=eval", "runner.checkpoint=."], "has no backward pass"),
     "chosen_recompute_has_its_plugin": (["ac=auto", "++pipeline.plugins.ac._target_=null"], "which would recompute"),
     "compiled_loss_is_torchs": (["compile.loss=true", "runner=plan", "hardware=h200", "parallel=single"],
@@ -105,6 +105,9 @@ CASES = {
     ),
     "split_masters_have_bfloat16_weights": (["optim.master=split", "parallel=fsdp2"],
                                             "is split, but with parallel.dp_shard=2 FSDP keeps float32 shards"),
+    "emulation_has_no_short_accumulator": (
+        ["quant=float8_rowwise", "quant.emulate=true", "quant.product=own", "quant.fast_accum=true"],
+        "is true, but quant.emulate=true multiplies in float32"),
     "own_products_take_plain_weights": (
         ["quant=float8_tensorwise", "quant.product=own", "quant.fsdp_float8_all_gather=true", "parallel=fsdp2"],
         "is own, which casts weights itself"),

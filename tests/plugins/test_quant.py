@@ -159,7 +159,7 @@ def test_names_that_stay() -> None:
     assert got.skipped["layers.1.attention.wo"] == "quant.filter_fqns has 'wo'"
     with pytest.raises(PipelineError) as error:
         change(sizes(), recipe=ROWWISE, filter_fqns=["feed_foward"])
-    assert error.value.problems[0].hint == "nearest: feed_forward"
+    assert error.value.problems[0].hint == "quant.filter_fqns=[feed_forward]"
 
 
 def test_a_linear_layer_of_another_class_is_named() -> None:

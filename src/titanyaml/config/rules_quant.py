@@ -41,8 +41,21 @@ def own_products_take_plain_weights(c: Any) -> Problem | None:
     if c.quant.product != "own" or not c.quant.fsdp_float8_all_gather:
         return None
     return Problem("quant.product", "is own, which casts weights itself, but quant.fsdp_float8_all_gather is true",
-                   allowed="torchao where FSDP gathers in float8",
-                   hint="quant.product=torchao or quant.fsdp_float8_all_gather=false")
+                   allowed="torchao where FSDP gathers in float8", hint=f"{_torchao(c)} or {_no_gather(c)}")
+
+
+def _torchao(c: Any) -> str:
+    """What to type for torchao's products: nothing may be left that only our own read."""
+    rest = " quant.fast_accum=false" * c.quant.fast_accum + " quant.grad_dtype=auto" * (c.quant.grad_dtype != "auto")
+    return f"quant.product=torchao{rest}"
+
+
+@rule("quant.fast_accum", "quant.emulate")
+def emulation_has_no_short_accumulator(c: Any) -> Problem | None:
+    if not (c.quant.fast_accum and c.quant.emulate):
+        return None
+    return Problem("quant.fast_accum", "is true, but quant.emulate=true multiplies in float32: it would change nothing",
+                   allowed="false with emulation", hint="quant.fast_accum=false")
 
 
 @rule("quant.recipe", "quant.fsdp_float8_all_gather")

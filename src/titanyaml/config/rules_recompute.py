@@ -45,7 +45,7 @@ def chosen_recompute_has_a_limit(c: Any) -> Problem | None:
 def chosen_recompute_is_planned(c: Any) -> Problem | None:
     if c.ac.mode != "auto" or not c.model.moe.num_experts:
         return None
-    return Problem("ac.mode", "is auto, which is decided by a plan, and mixtures of experts are not planned",
+    return Problem("ac.mode", "is auto, which is not decided for mixtures of experts: no plan of one was measured",
                    allowed="any other mode", hint="ac=selective_op or ac=full or ac=none")
 
 

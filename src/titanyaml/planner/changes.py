@@ -42,6 +42,7 @@ def changes(
     limit_gib = limit_gib or made.limit_gib
     found: dict[str, Change] = {}
     for values in _candidates(config):
+        values = {key: value for key, value in values.items() if _current(config, key) != value}
         candidate = _applied(config, values)
         if rules.check_rules(dataclasses.asdict(candidate)):
             continue
@@ -53,6 +54,11 @@ def changes(
         typed = " ".join(f"{key}={value}" for key, value in values.items())
         found[typed] = Change(typed, planned.tps, 1 - planned.tps / made.tps, job.mesh.world_size)
     return sorted(found.values(), key=lambda one: (one.slowdown, one.devices))[:3]
+
+
+def _current(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
 
 
 def _applied(config: Config, values: dict[str, Any]) -> Config:
@@ -90,6 +96,11 @@ def _candidates(config: Config) -> Iterator[dict[str, Any]]:
             wider["launch.nproc"] = config.launch.nproc * times
         yield wider
         yield {"ac.mode": "full", **wider}
+        if fewer:
+            yield {"ac.mode": "full", **wider, "train.local_batch": 1}
+        if times <= 8:
+            split = {key: value for key, value in wider.items() if key != "parallel.dp_shard"}
+            yield {"ac.mode": "full", "parallel.tp": sizes["tp"] * times, **split}
 
 
 def _meshes(sizes: dict[str, int]) -> Iterator[dict[str, int]]:

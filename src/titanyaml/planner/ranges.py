@@ -44,6 +44,8 @@ _REASONS = (
                        "loads of experts are taken as even, which only a run can tell, and no mixture was measured")),
     Reason(0.30, _when(lambda job: job.tokens < 4096, "few tokens a forward do not fill the device")),
     Reason(0.25, _device),
+    Reason(0.25, _when(lambda job: job.ac == "memory_budget" and job.ac_budget < 0.7,
+                       "what the compiler repeats for a budget below 0.7 is not counted: attention, in the end all")),
     Reason(0.20, _links),
     Reason(0.20, _when(lambda job: job.quant not in _RECIPES, "this float8 recipe was never measured")),
     Reason(0.20, _when(lambda job: job.mesh.pp > 1 and job.schedule not in _SCHEDULES or job.bubble is not None,

@@ -6,6 +6,7 @@ Both are planned; where the planner has no rates for a device, those of an H200 
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -126,11 +127,13 @@ def refusal(choice: Choice, ways: list[Change]) -> ConfigError:
     room = choice.plan.memory
     part, size = max(room.parts.items(), key=lambda one: one[1])
     here = [way.typed for way in ways if way.devices <= choice.plan.job.mesh.world_size]
+    need = room.with_margin / memory.GIB
+    larger = f"ac.memory_gib={math.ceil(need)}" if choice.limit == "ac.memory_gib" else "more ranks"
     return ConfigError(
         f"is auto, and nothing fits: even {override(choice.ac)} is planned to need "
-        f"{room.with_margin / memory.GIB:.1f} GiB of {choice.limit_gib:.1f} ({choice.limit}), the largest part "
+        f"{need:.1f} GiB of {choice.limit_gib:.4g} ({choice.limit}), the largest part "
         f"is {part} with {size / memory.GIB:.1f} GiB", key="ac.mode",
-        hint=" or ".join(here or [way.typed for way in ways]) or "more ranks, or a smaller train.seq_len",
+        hint=" or ".join(here or [way.typed for way in ways]) or larger,
     )
 
 

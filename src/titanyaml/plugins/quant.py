@@ -126,7 +126,8 @@ class Quantize:
             reasons = Change("", [], skipped).left_alone()
             raise PipelineError(
                 f"{self.recipe} was asked for, and no layer can be converted: {'; '.join(reasons)}", key="quant.recipe",
-                hint="quant=none, or fewer exceptions (quant.filter_fqns, quant.auto_filter_small_kn)",
+                hint="quant.auto_filter_small_kn=false" if self.filters_small else "quant.filter_fqns=[]"
+                if self.kept else "quant.recipe=none",
             )
         if self.recipe == "mxfp8":
             product = float8.MXProduct(emulate=self.emulate)
@@ -149,7 +150,7 @@ class Quantize:
             if not any(part in name for name in names):
                 near = difflib.get_close_matches(part, [n.rpartition(".")[2] for n in names], n=1, cutoff=0)
                 raise PipelineError(f"{part!r} is in no layer's name", key="quant.filter_fqns",
-                                    hint=f"nearest: {near[0]}" if near else "")
+                                    hint=f"quant.filter_fqns=[{near[0]}]" if near else "")
         skipped = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and (reason := self._reason(name, module, ctx)):

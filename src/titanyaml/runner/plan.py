@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -56,7 +56,10 @@ def _settled(config: Config) -> tuple[Config, Choice | None]:
     device = config.hardware
     limit_gib, why = planned.limit(config, device_gib=device.memory_gib, reserve_gib=device.reserve_gib)
     choice = planned.choose(config, configured.job(config), limit_gib=limit_gib, why=why)
-    return planned.concrete(config, choice), choice
+    made = planned.concrete(config, choice)
+    if config.ac.memory_gib is not None:  # what must be met, and named where it is not
+        made = replace(made, hardware=replace(device, memory_gib=limit_gib + device.reserve_gib))
+    return made, choice
 
 
 def _record(config: Config, made: Plan) -> dict[str, Any]:
@@ -67,9 +70,11 @@ def _record(config: Config, made: Plan) -> dict[str, Any]:
     remarks = warnings(made)
     if config.parallel.fsdp_cpu_offload:
         remarks.append("parallel.fsdp_cpu_offload is planned as if weights and optimizer were on the device")
+    if config.quant.emulate:
+        remarks.append("quant.emulate is planned as if nothing were cast: it is slower than bfloat16")
     ways = changes.changes(config, made)
     if not made.fits:
-        remarks[0] += ". What fits: " + ("; ".join(map(_way, ways)) or "no change of one thing is enough")
+        remarks[0] += ". What fits: " + ("; ".join(map(_way, ways)) or "none of the changes that were tried")
     return {"model": config.model.name, "mesh_name": searching.name(mesh), **made.record(), "budget": spent,
             "tokens_per_day": spent["tokens_per_day"], "gpu_hours": spent["gpu_hours"], "cost": spent["cost"],
             "changes": [asdict(way) for way in ways], "warnings": remarks}
