@@ -13,15 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import compare
 
 from titanyaml import machine
 from titanyaml.runner.bench_report import table
@@ -107,15 +107,12 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-m", "titanyaml", *MODEL, *LOOP, f"data.paths=[{options.text}]",
                    f"train.steps={options.steps}", f"schedule.warmup_steps={options.steps // 10}",
                    *row.options, *options.add, f"run.dir={folder}/run"]
-        print(" ".join(command[1:]), file=sys.stderr, flush=True)
-        environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = compare.run(command, cwd=Path.cwd(), extra={})
         path = Path(folder, "run", "metrics.jsonl")
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     losses = [record["loss"] for record in records if "loss" in record]
     if done.returncode or len(losses) < options.steps:
-        tail = (done.stderr or done.stdout).strip().splitlines()[-15:]
-        return {"options": row.options, "error": f"exit code {done.returncode}: " + "\n".join(tail)}
+        return {"options": row.options, **compare.failed(command, done)}
     [validation] = [record["validation_loss"] for record in records if "validation_loss" in record][-1:]
     return {"options": row.options, "losses": losses, "validation": validation}
 
