@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -145,10 +146,11 @@ def run_peer(
     place = {"PYTHONPATH": os.pathsep.join([str(checkout), str(HERE), *earlier])}
     program = ["-m", "torchtitan.train", *COMMON_PEER, *row.peer, f"--training.steps={skipped + measured}"]
     if ranks == 1:
-        place |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+        place |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                  "MASTER_PORT": str(free_port())}
     else:
         program = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1",
-                   "--master-addr=127.0.0.1", "--master-port=29511", "--local-ranks-filter=0", *program]
+                   "--master-addr=127.0.0.1", f"--master-port={free_port()}", "--local-ranks-filter=0", *program]
     command = [sys.executable, *program]
     done = run(command, cwd=checkout, extra=place, limit_s=limit_s)
     steps = STEP.findall(done.stdout + done.stderr)
@@ -160,6 +162,12 @@ def run_peer(
     return {"command": command[1:], "commit": git.stdout.strip() or None, "tps": tps,
             "tps_spread": (max(rates) - min(rates)) / tps, "loss": float(steps[-1][1]),
             "mem_reserved_gib": max(float(memory) for _, _, memory, _ in steps)}
+
+
+def free_port() -> int:
+    """A port that nobody listens on now: two comparisons may run at a time, on a GPU each."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def run(

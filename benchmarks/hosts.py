@@ -115,7 +115,7 @@ def _operators(options: argparse.Namespace, folder: Path, limit_s: float) -> dic
     for ranks in sorted({2, options.ranks}):
         out = folder / f"{ranks}.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}",
-                   "--local-addr=127.0.0.1", "--master-addr=127.0.0.1", "--master-port=29512",
+                   "--local-addr=127.0.0.1", "--master-addr=127.0.0.1", f"--master-port={compare.free_port()}",
                    str(compare.HERE / "async_tp_ops.py"), str(out), *["--debug"] * options.debug]
         done = compare.run(command, cwd=compare.HERE.parent, extra={}, limit_s=limit_s)
         found |= {f"tp{ranks}": json.loads(out.read_text())} if not done.returncode and out.exists() else {

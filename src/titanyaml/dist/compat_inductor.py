@@ -1,7 +1,8 @@
-"""A choice of Inductor that is taken back; private API like ``compat.py``'s, apart as importing it takes seconds."""
+"""Choices of Inductor that are taken back; private API like ``compat.py``'s, apart as importing it takes seconds."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch._inductor import config, virtualized
@@ -34,3 +35,14 @@ def keep_sums_apart() -> None:
     if config.inductor_choices_class is None and hasattr(MixOrderReduction, "is_split_reduction"):
         config.inductor_choices_class = Choices  # a part of the cache's key
         virtualized.V.set_choices_handler(Choices())  # this thread may have compiled before
+
+
+def launch_own_kernels_directly() -> None:
+    """Start own Triton kernels in a graph as Inductor starts those that it makes, without Triton's Python launcher.
+
+    There are 36 in a float8 block, and the host is what a step of short kernels waits for. An environment variable of
+    Inductor's that says otherwise goes first.
+    """
+    name = "static_launch_user_defined_triton_kernels"
+    if hasattr(config, name) and f"TORCHINDUCTOR_{name.upper()}" not in os.environ:
+        setattr(config, name, True)

@@ -99,6 +99,7 @@ class Compile:
             from titanyaml.dist import compat_inductor  # seconds to import
 
             compat_inductor.keep_sums_apart()
+            compat_inductor.launch_own_kernels_directly()
         compiled, names, eager = [], [], {}
         if self._compiles_model(ctx):
             names, eager = (["*"], {}) if self.mode == "model" else _parts(ctx)
