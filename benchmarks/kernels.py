@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanyaml.kernels import adamw, cross_entropy, float8_cast, float8_linear
+from titanyaml.kernels import adamw, cross_entropy, float8_cast, float8_linear, square_sum
 from titanyaml.kernels.master import join, split_off
 from titanyaml.loss import IGNORE_INDEX, chunked_cross_entropy
 
@@ -134,7 +134,7 @@ def _cross_entropy_kernel(bench: Bench) -> dict[str, Any]:
     rows, result = min(4096, bench.tokens), {}
     labels = torch.randint(bench.vocab, (bench.tokens * 33 // 32,), device=bench.device)
     logits = bench.randn(rows, bench.vocab)
-    for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16)):
+    for block, warps in ((2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32), (16384, 32)):
         with constants(cross_entropy, BLOCK=block, WARPS=warps):
             result[f"kernel_ms_{rows}_rows_block_{block}_warps_{warps}"] = bench.ms(
                 lambda: cross_entropy.cross_entropy_(logits, labels[:rows], ignore_index=-100, gradient=True)
@@ -258,9 +258,24 @@ def bench_float8_linear(bench: Bench) -> dict[str, Any]:
     return result
 
 
+def bench_square_sum(bench: Bench) -> dict[str, Any]:
+    """The gradients of four blocks, against PyTorch's norms of many tensors and a copy of as many bytes."""
+    shapes = [(bench.dim, bench.dim), (bench.dim // 3, bench.dim), (bench.ffn, bench.dim), (bench.dim,)]
+    grads = [bench.randn(*shape, scale=1e-3) for _ in range(4) for shape in (shapes * 2)[:-1] + shapes[2:3]]
+    result: dict[str, Any] = {"bytes": 2 * sum(grad.numel() for grad in grads)}
+    result["distance"] = bench.agree("square_sum", square_sum.square_sum(grads), square_sum.reference(grads), 1e-6)
+    for block, blocks, warps in ((8192, 8, 8), (8192, 4, 8), (8192, 2, 8), (8192, 1, 8), (4096, 4, 4), (4096, 2, 4)):
+        with constants(square_sum, BLOCK=block, BLOCKS=blocks, WARPS=warps):
+            result[f"ms_block_{block}_blocks_{blocks}_warps_{warps}"] = bench.ms(lambda: square_sum.square_sum(grads))
+    result["torch_ms"] = bench.ms(lambda: torch.nn.utils.get_total_norm(grads))
+    whole = torch.empty(result["bytes"] // 2, dtype=torch.uint8, device=bench.device)
+    result["copy_ms"] = bench.ms(whole.clone)  # reads and writes half of it each
+    return result
+
+
 PARTS = {
     "cross_entropy": bench_cross_entropy, "adamw": bench_adamw, "float8_cast": bench_float8_cast,
-    "float8_linear": bench_float8_linear,
+    "float8_linear": bench_float8_linear, "square_sum": bench_square_sum,
 }
 
 

@@ -58,27 +58,30 @@ def cross_entropy_kernel(
     token = tl.program_id(0).to(tl.int64)  # 16,744 tokens of 128,256 logits are more than 2^31
     row_ptr = logits_ptr + token * stride
     label = tl.load(labels_ptr + token)
+    in_vocab = (label >= 0) & (label < vocab)
+    at_label = tl.load(row_ptr + label, mask=in_vocab, other=0.0).to(tl.float32)  # before anything is overwritten
     columns = tl.arange(0, BLOCK)
-    # every lane keeps the maximum, the sum and the label's logit of its own columns
+    # every lane keeps the maximum and the sum of its own columns; two at a time take three exponentials, not four
     largest = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    at_label = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):
-        x = tl.load(row_ptr + start + columns, mask=start + columns < vocab, other=LOWEST).to(tl.float32)
-        larger = tl.maximum(largest, x)
-        total = total * tl.exp(largest - larger) + tl.exp(x - larger)
+    for start in range(0, vocab, 2 * BLOCK):
+        place = start + columns
+        x = tl.load(row_ptr + place, mask=place < vocab, other=LOWEST, eviction_policy="evict_last").to(tl.float32)
+        place += BLOCK
+        y = tl.load(row_ptr + place, mask=place < vocab, other=LOWEST, eviction_policy="evict_last").to(tl.float32)
+        larger = tl.maximum(largest, tl.maximum(x, y))
+        total = total * tl.exp(largest - larger) + tl.exp(x - larger) + tl.exp(y - larger)
         largest = larger
-        at_label = tl.where(start + columns == label, x, at_label)
     maximum = tl.max(largest, 0)
     normaliser = maximum + tl.log(tl.sum(total * tl.exp(largest - maximum), 0))
     valid = label != ignore_index
-    loss = normaliser - tl.sum(at_label, 0)
-    loss = tl.where((label >= 0) & (label < vocab), loss, float("nan"))
+    loss = tl.where(in_vocab, normaliser - at_label, float("nan"))
     tl.store(losses_ptr + token, tl.where(valid, loss, 0.0))
     if GRADIENT:
         for start in range(0, vocab, BLOCK):
             inside = start + columns < vocab
-            x = tl.load(row_ptr + start + columns, mask=inside, other=LOWEST).to(tl.float32)
+            x = tl.load(row_ptr + start + columns, mask=inside, other=LOWEST, eviction_policy="evict_first")
+            x = x.to(tl.float32)
             gradient = tl.exp(x - normaliser) - tl.where(start + columns == label, 1.0, 0.0)
             gradient = tl.where(valid, gradient, 0.0)
             tl.store(row_ptr + start + columns, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
