@@ -12,12 +12,11 @@ from torch import Tensor
 
 from titanyaml.kernels.jit import jit, tl
 
-#: A part is small, so that a matrix of 3072 x 3072 keeps four programs on each of 132 multiprocessors.
-BLOCK, BLOCKS, WARPS = 8192, 2, 8
+BLOCK, BLOCKS, WARPS = 8192, 8, 8
 
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """0-dim, float64: parts of 16,384 squares are summed in float32, the parts in float64, always in the same order.
+    """0-dim, float64: parts of 65,536 squares are summed in float32, the parts in float64, always in the same order.
 
     Args:
         tensors: on one device, bfloat16, float16 or float32; one that is not contiguous is copied.
