@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -67,6 +68,7 @@ def look(config: Config, run: RunDir | None, env: Env) -> None:
 
 
 def leave_a_child(config: Config, run: RunDir, env: Env) -> None:
-    """Ends while a process that it has started goes on."""
+    """Ends while a process that it has started goes on, and has something to do at exit."""
+    atexit.register(run.event, "exit", "here")
     child = subprocess.Popen(["sleep", "600"])
     run.event("child", "left", pid=child.pid)

@@ -95,13 +95,14 @@ def test_a_peer_that_cannot_notice_is_ended_soon(make_run: MakeRun, monkeypatch:
     outcome = start(run)
     ended = time.time()
     assert (outcome.exit_code, outcome.failure.rank, outcome.failure.type) == (EXIT_FAILED, 1, "RuntimeError")
-    assert ended - outcome.failure.time < 8
+    assert ended - outcome.failure.time < 15
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]], ids=["once", "twice"])
 def test_sigterm_lets_the_ranks_save_and_exit_75(make_run: MakeRun, signals: list[int]) -> None:
-    run = make_run(steps=2000, user={"step_s": 0.02})
-    thread = signal_when(run, lambda: len(run.metrics()) > 1, *signals)
+    # the second signal must find the ranks in their step: this process would die of it once the launch is over
+    run = make_run(steps=2000, user={"step_s": 3.0 if len(signals) > 1 else 0.02})
+    thread = signal_when(run, lambda: bool(run.metrics()), *signals)
     outcome = start(run)
     thread.join()
     assert (outcome.exit_code, outcome.state, outcome.signal) == (EXIT_PREEMPTED, "preempted", "SIGTERM")
@@ -164,7 +165,7 @@ def test_kill_9_of_the_parent_leaves_no_rank_behind(make_run: MakeRun) -> None:
     assert all(process_start(pid) for pid in pids)
     parent.kill()
     parent.wait()
-    wait_for(lambda: not any(process_start(pid) for pid in pids), seconds=3)
+    wait_for(lambda: not any(process_start(pid) for pid in pids), seconds=10)
     written = len(run.metrics())
     time.sleep(0.3)
     assert len(run.metrics()) == written
@@ -174,8 +175,9 @@ def test_kill_9_of_the_parent_leaves_no_rank_behind(make_run: MakeRun) -> None:
 def test_what_a_rank_left_behind_ends_with_it(make_run: MakeRun) -> None:
     run = make_run(target="leave_a_child")
     assert start(run, nproc=1).exit_code == 0
+    assert [event["kind"] for event in events(run)][-2:] == ["child", "exit"]
     (child,) = [event["pid"] for event in events(run) if event["kind"] == "child"]
-    wait_for(lambda: not process_start(child), seconds=3)
+    wait_for(lambda: not process_start(child), seconds=10)
 
 
 def test_a_rank_whose_launcher_is_gone_does_not_start(make_run: MakeRun) -> None:
