@@ -12,7 +12,7 @@ import pytest
 from titanyaml.data.prefetch import Ahead
 
 
-def wait_for(condition, seconds: float = 5.0) -> bool:
+def wait_for(condition, seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

