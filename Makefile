@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+WORKERS ?= 2
 
 .PHONY: train test lint aim clean help
 
 help:
 	@echo "make train   train the debug Llama here (ARGS='key=value ...' adds overrides)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, two at a time (ARGS='tests/test_loss.py -k ...' selects, WORKERS=0: in one process)"
 	@echo "make aim     serve the tracked runs in a browser"
 	@echo "make lint    check the style"
 
@@ -16,7 +17,7 @@ train: $(VENV)/.core
 	$(BIN)/python -m titanyaml $(ARGS)
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
