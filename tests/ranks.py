@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -174,13 +175,15 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    while True:
+    for number in itertools.count(1):
         try:
             path, environ, call, start = pipe.recv()
             sys.path[:] = path
             os.environ.update(environ)
             pipe.send(_answer(call, start, int(environ["RANK"])))
             _leave(clean=pipe.recv())
+            if number % 4 == 0:
+                _forget_groups()
             pipe.send(True)
         except (EOFError, OSError):
             return
@@ -201,6 +204,15 @@ def _answer(call: bytes, start: bool, rank: int) -> tuple[float, bytes, tuple[by
         except Exception:
             pickled = b""
         return time.time(), b"", (pickled, traceback.format_exc())
+
+
+def _forget_groups() -> None:
+    """Hundreds of groups that are gone but remembered would take half of the machine, by their threads."""
+    if "torch.distributed.tensor" in sys.modules:
+        from titanyaml.dist import compat
+
+        compat.forget_meshes()
+    gc.collect()
 
 
 def _leave(*, clean: bool) -> None:

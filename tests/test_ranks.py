@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import run_ranks
 from titanyaml.errors import ConfigError
@@ -17,6 +21,17 @@ def summed(rank: int, factor: int) -> tuple[int, torch.Tensor]:
     total = torch.tensor([rank * factor])
     dist.all_reduce(total)
     return os.getpid(), total
+
+
+def redistribute(rank: int, dims: int) -> None:
+    """Have DTensor remember a mesh of so many groups."""
+    mesh = init_device_mesh("cpu", (2,) + (1,) * (dims - 1))
+    sharded, whole = ([first] + [Replicate()] * (dims - 1) for first in (Shard(0), Replicate()))
+    distribute_tensor(torch.ones(4), mesh, sharded).redistribute(mesh, whole)
+
+
+def threads(rank: int) -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def refuse(rank: int, culprit: int | None) -> None:
@@ -40,6 +55,15 @@ def test_results_come_in_rank_order_from_processes_that_are_reused() -> None:
     assert [total.item() for _, total in second] == [100, 100]
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
     assert os.getpid() not in [pid for pid, _ in first]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_groups_that_are_gone_take_no_threads() -> None:
+    before = [run_ranks(threads, 2) for _ in range(4)][-1]
+    for dims in (2, 3, 4, 5):
+        run_ranks(redistribute, 2, dims)
+    after = [run_ranks(threads, 2) for _ in range(4)][-1]
+    assert all(late < early + 6 for early, late in zip(before, after, strict=True)), "each group that is kept has three"
 
 
 def test_an_error_on_all_ranks_is_raised_here_and_the_processes_live_on() -> None:

@@ -171,15 +171,21 @@ def fake_process_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_placements()
+        forget_meshes()
 
 
-def _forget_placements() -> None:
-    """DTensors remember how results of operators are placed, with the mesh that was first seen: of groups now gone."""
-    from torch.distributed.tensor import debug
+def forget_meshes() -> None:
+    """DTensors remember how results of operators are placed, with the mesh that was first seen: of groups now gone.
 
-    if hasattr(debug, "_clear_sharding_prop_cache"):
-        debug._clear_sharding_prop_cache()
+    What is remembered keeps groups alive, and each gloo group has three threads, one of which wakes every 10 ms.
+    """
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+    for owner, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
+        getattr(owner, name, lambda: None)()
+    topology = getattr(_collective_utils, "MeshTopoInfo", None)
+    for cached in (getattr(_redistribute, "_gen_transform_infos", None), getattr(topology, "build_from_mesh", None)):
+        getattr(cached, "cache_clear", lambda: None)()
 
 
 def group_name(arguments: Sequence[Any]) -> str:
