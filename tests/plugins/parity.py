@@ -23,7 +23,7 @@ from titanyaml.pipeline.resolve import verify
 from titanyaml.runner.routing import Routing
 from titanyaml.runner.step import TrainStep, valid_tokens
 
-VOCAB, STEPS, SEQUENCES = 96, 3, 4
+VOCAB, STEPS, SEQUENCES = 96, 5, 4
 TP = {"_target_": "titanyaml.plugins.tp.TensorParallel"}
 WHOLE = {**TP, "sequence_parallel": False}
 FULL, SELECTIVE = ({**AC, "mode": mode} for mode in ("full", "selective_op"))
