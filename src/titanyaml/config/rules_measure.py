@@ -59,13 +59,18 @@ def profiled_ranks_exist(c: Any) -> Problem | None:
                    allowed=f"numbers of 0 .. {ranks - 1}", hint=f"'profile.ranks=[0]' or {_off(c)}")
 
 
+def bench_steps(runner: Any) -> int:
+    """Steps that runner=bench takes."""
+    profiled = runner.profiled_steps + 1 if runner.profiled_steps else 0  # one more starts the profiler
+    return runner.skipped_steps + runner.measured_steps + profiled
+
+
 @rule("runner", "train.steps")
 def bench_fits_steps(c: Any) -> Problem | None:
     """A benchmark takes the first steps of the run that the configuration describes."""
     if c.runner.name != "bench":
         return None
-    profiled = c.runner.profiled_steps + 1 if c.runner.profiled_steps else 0  # one more starts the profiler
-    needed = c.runner.skipped_steps + c.runner.measured_steps + profiled
+    needed = bench_steps(c.runner)
     if needed <= c.train.steps:
         return None
     return Problem("train.steps", f"is {c.train.steps}, but runner=bench takes {needed} (runner.skipped_steps + "
