@@ -56,6 +56,7 @@ def test_a_matrix_that_is_not_counted_leaves_no_floor():
     found = ceilings.work_of(model, model.facts, ParallelDims(), seq_len=16, local_batch=2, accumulation=1)
     assert found.left_out == ("layers.1.experts",)
     assert made(work=found).floor("bfloat16") is None
+    assert made(work=found).why_no_floor("bfloat16") == "no floor: it does not count layers.1.experts"
 
 
 def made(**changes):
@@ -87,6 +88,8 @@ def test_the_floor_adds_up():
     assert measured.floor("float8_rowwise")["linear"] == 0.5 * (2 * 7 * 0.25 + 7)
     assert measured.floor("float8_rowwise_with_gw_hp")["linear"] == 0.5 * (2 * (3 * 0.25 + 4) + 7)
     assert measured.floor("float8_rowwise", quantised=["b"])["linear"] == 0.5 * (7 * 0.25 + 7 + 7)
+    assert measured.why_no_floor("float8_rowwise") == ""
+    assert measured.why_no_floor("mxfp8") == "no floor: this device has no fast products in mxfp8 to measure"
     assert measured.floor("mxfp8") is None and measured.floor("float8_tensorwise") is None
 
 

@@ -168,8 +168,7 @@ class Ceilings:
         Returns:
             None where the model has matrices that are not counted, or ``precision`` was not measured.
         """
-        measured = [precision] if precision not in _MIXED else [kind for kind in _MIXED[precision] if kind]
-        if self.work.left_out or not set(measured) <= set(self.precisions):
+        if self.why_no_floor(precision):
             return None
         linear = 0.0
         for product in self.linears:
@@ -184,6 +183,15 @@ class Ceilings:
             "optimizer": self.adamw * self.work.parameters,
         }
         return {**parts, "step": sum(parts.values())}
+
+    def why_no_floor(self, precision: str) -> str:
+        """Why ``floor`` gives None; "" where it does not."""
+        if self.work.left_out:
+            return f"no floor: it does not count {', '.join(self.work.left_out)}"
+        used = [precision] if precision not in _MIXED else [kind for kind in _MIXED[precision] if kind]
+        if set(used) <= set(self.precisions):
+            return ""
+        return f"no floor: this device has no fast products in {precision} to measure"
 
     def record(self) -> dict[str, Any]:
         """JSON-ready: everything measured, and the floor of a step in each precision (ms)."""

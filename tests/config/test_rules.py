@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from importlib import util
 from pathlib import Path
@@ -34,13 +35,10 @@ CASES = {
                                 "computes the loss by a Triton kernel"),
     "compiled_optimizer_is_torchs": (["compile.optimizer=true", "kernels=fused", "runner=check"],
                                      "updates by a Triton kernel here"),
-    "cuda_graphs_have_one_rank": (["compile.cuda_graphs=true", "parallel=fsdp2", "launch.nproc=2"],
-                                  "is true on 2 ranks"),
-    "cuda_graphs_have_a_gpu": (["compile.cuda_graphs=true"], "there is no GPU here"),
-    "cuda_graphs_are_inductors": (["compile.cuda_graphs=true", "compile.backend=aot_eager"],
-                                  "is aot_eager, which does not know"),
-    "cuda_graphs_are_of_training": (["compile.cuda_graphs=true", "runner=eval", "runner.checkpoint=."],
-                                    "runs too few equal steps"),
+    "cuda_graphs_can_be_replayed": (
+        ["compile.cuda_graphs=true", "compile=none", "compile.backend=aot_eager", "parallel=fsdp2", "launch.nproc=2",
+         "runner=check"], "what 2 ranks gather and exchange has none; and compile.mode is none"),
+    "backend_is_known": (["compile=block", "compile.backend=inductr"], "is inductr, which torch.compile does not know"),
     "degrees_are_sizes": (["parallel=single", "parallel.dp_shard=0"], "is 0"),
     "tensor_ranks_split_something": (["parallel=tp2", "++pipeline.plugins.tp._target_=null"],
                                      "is off, but 2 ranks are to share every matrix"),
@@ -76,7 +74,19 @@ CASES = {
                                  "compile.async_tp_ops=[auto,all_gather]"], "has auto beside others"),
     "async_tp_overlaps_something": (["compile.async_tp=true", "compile=block", "parallel=tp2",
                                      "compile.async_tp_ops=[]"], "is empty"),
-    "device_multiplies_in_float8": (["quant=float8_rowwise"], "is float8_rowwise, but this machine has no GPU"),
+    "device_multiplies_in_float8": (
+        ["quant=float8_rowwise", "quant.product=own", "quant.fast_accum=true", "quant.filter_fqns=[wo]"],
+        "is float8_rowwise, but this machine has no GPU"),
+    "own_products_are_emulated_on_a_cpu": (
+        ["quant=float8_rowwise", "quant.product=own", "quant.grad_dtype=e5m2", "quant.emulate=true"],
+        "emulates on a CPU only, and there is a GPU here"),
+    "kept_float8_weights_are_not_compiled": (
+        ["quant=float8_tensorwise", "quant.force_recompute_weight=false", "compile=block"],
+        "is false, but with torchao's products a compiled graph casts each weight again"),
+    "filters_name_modules": (["quant=float8_rowwise", "quant.filter_fqns=[wo,feed_foward]"],
+                             "has 'feed_foward', which is in no module's name"),
+    "float8_is_for_some_layer": (["quant=float8_rowwise", "quant.auto_filter_small_kn=true"],
+                                 "but no layer can be converted: layers.3.attention.wo: 256 x 256: quant.auto"),
     "float8_gather_has_one_scale": (
         ["quant=float8_rowwise", "quant.fsdp_float8_all_gather=true", "quant.precompute_scale=true", "parallel=fsdp2"],
         "is true with float8_rowwise, which casts a weight along both",
@@ -142,7 +152,7 @@ CASES = {
         ["model=moe_debug", "parallel=tp4", "model.moe.shared_ffn_dim=250"], "is 250, which 4"),
     "some_block_is_a_mixture": (["model=moe_debug", "model.moe.first_dense=3", "model.moe.every=5"],
                                 "one block in 5 is a mixture: none of the 4 is"),
-    "keys_of_experts_are_read": (["model.moe.top_k=1"], "is 1, but nothing reads it: the model has no experts"),
+    "keys_of_experts_are_read": (["model.moe.top_k=3"], "is 3, but nothing reads it: the model has no experts"),
     "groups_divide_experts": (["model=moe_debug", "model.moe.num_groups=3"], "is 3, which does not divide"),
     "chosen_groups_exist": (["model=moe_debug", "model.moe.num_groups=2", "model.moe.top_groups=3"], "is 3, more than"),
     "chosen_experts_exist": (["model=moe_debug", "model.moe.num_groups=4", "model.moe.top_k=3"],
@@ -212,6 +222,8 @@ CASES = {
     "sentencepiece_is_installed": (["tokenizer=sentencepiece"], "needs the package 'sentencepiece'"),
     "tokenizers_is_installed": (["tokenizer=hf", "tokenizer.path=tokenizer.json"], "needs the package 'tokenizers'"),
 }
+#: What only a machine with a GPU can be asked.
+ON_A_GPU = ("own_products_are_emulated_on_a_cpu",)
 RULES = {rule.name: rule for rule in rules.RULES}
 
 
@@ -231,13 +243,19 @@ def ask(compose, monkeypatch):
     """The problem of one rule under overrides; this machine has no GPU and, for *_is_installed, no optional package."""
     monkeypatch.setattr(machine, "gpus", lambda: [])
 
-    def asked(name: str, overrides: list[str]):
+    def asked(name: str, overrides: list[str], *, everything: bool = False):
+        """everything: the keys of all that is wrong, by the schema or by any rule."""
         with monkeypatch.context() as patch:
             if name.endswith("_is_installed"):
                 patch.setattr(rules_data, "find_spec", lambda package: None)
-            cfg = compose(*overrides)
-            return RULES[name].check(View(rules.inspect(cfg).values))
+            if name in ON_A_GPU:
+                patch.setattr(machine, "gpus", lambda: ["H200"])
+            tree = inspected(tuple(overrides))
+            if everything:
+                return {problem.key for problem in tree.problems + rules.check_rules(tree.values)}
+            return RULES[name].check(View(tree.values))
 
+    inspected = functools.cache(lambda overrides: rules.inspect(compose(*overrides)))
     return asked
 
 
@@ -251,9 +269,11 @@ def test_rule(ask, name: str) -> None:
     assert any(problem.key == key or problem.key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{problem.key}.")
                for key in RULES[name].keys), "a rule speaks of a key that it reads"
     ways = [way for way in problem.hint.split(" or ") if way and "<" not in way]
+    wrong = ask(name, base + overrides, everything=True)
     for way in ways:
         if not way.startswith("pip install"):
             assert ask(name, base + overrides + shlex.split(way)) is None, way
+            assert ask(name, base + overrides + shlex.split(way), everything=True) <= wrong, f"{way} is refused"
     assert ways or name in ("runner_has_a_checkpoint", "group_patterns_compile")
 
 

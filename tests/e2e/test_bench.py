@@ -27,6 +27,8 @@ def test_bench_and_profile(cli):
     run = cli.run("b")
     result = json.loads((run / "bench.json").read_text())
     assert result.keys() >= KEYS
+    assert f"; steps 1 to {records(run)[-1]['step']}" in bench.stdout + bench.stderr
+    assert result["kernels"]["ms"]["optimizer"] > 0 and result["floor_note"] == ""
     assert (result["mfu"], result["mem_active_gib"]) == (None, None), "no peak is known of a CPU"
     assert 0 < result["fraction_of_floor"] < 1
     taken = [record["step_s"] for record in records(run)]

@@ -13,7 +13,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.runtime import cache_dir_utils
 
+from tests.plugins import inductor_graphs
 from tests.plugins.small import AC, COMPILE, LAYERS, batch, build, context, spec, step
+from titanyaml.config.rules_compile import BACKENDS, DEBUGGING
 from titanyaml.dist import compat_compile
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.errors import PipelineError
@@ -192,6 +194,12 @@ def test_bad_arguments_are_problems():
             resolve(nodes(mode, backend=backend), ctx)
         [problem] = error.value.problems
         assert problem.key == key and words in problem.message
+
+
+def test_the_rules_know_torchs_backends():
+    known = {name for name in torch.compiler.list_backends(exclude_tags=None)
+             if "minifier" not in name and not name.endswith("TESTING_ONLY")}
+    assert known - {"count_operators", inductor_graphs.BACKEND} == {*BACKENDS, *DEBUGGING}
 
 
 def test_only_the_loss_where_auto_compiles_no_block():

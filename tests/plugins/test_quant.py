@@ -28,13 +28,14 @@ from tests.plugins.quantized import (
 )
 from tests.plugins.small import AC, COMPILE, batch, build, context, loss
 from titanyaml import float8
-from titanyaml.config import schema
+from titanyaml.config import layers, schema
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.kernels.choice import Choice
 from titanyaml.models import decoder
+from titanyaml.models.layers import Linear
 from titanyaml.pipeline.resolve import resolve, run
-from titanyaml.plugins.quant import OwnProduct, Quantize
+from titanyaml.plugins.quant import OwnProduct, Quantize, local_shape
 
 # ---- the recipes
 
@@ -162,6 +163,20 @@ def test_names_that_stay() -> None:
     assert error.value.problems[0].hint == "quant.filter_fqns=[feed_forward]"
 
 
+@pytest.mark.parametrize("option", ["llama3_debug", "qwen3_0_6b", "moe_debug", "mixtral_8x7b", "llama4_17bx16e"])
+def test_the_rules_know_the_names_and_shapes_of_layers(compose: Any, option: str) -> None:
+    given = compose(f"model={option}", "model.num_layers=3", "model.vocab_size=64").model
+    model_spec = schema.Model(**{**given, "moe": schema.MoE(**given.moe), "rope_scaling": None})
+    with torch.device("meta"):
+        model = decoder.build(model_spec)
+    found = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, Linear)}
+    assert {name: (n, k) for name, n, k, _ in layers.linear_layers(model_spec)} == found
+    assert layers.module_names(model_spec) == {name for name, _ in model.named_modules()} - {""}
+    ctx = context(model_spec, dims=ParallelDims(tp=2), facts=model.facts)
+    assert all(layer.on_each(2) == local_shape(layer.name, model.get_submodule(layer.name), ctx)
+               for layer in layers.linear_layers(model_spec))
+
+
 def test_a_linear_layer_of_another_class_is_named() -> None:
     model = decoder.build(sizes())
     model.layers[0].attention.wq = nn.Linear(64, 64, bias=False)
@@ -171,11 +186,9 @@ def test_a_linear_layer_of_another_class_is_named() -> None:
 
 def test_off_and_refused() -> None:
     assert resolve({"quant": node("none")}, context(sizes())).off == {"quant": "quant.recipe is none"}
-    kept = node(TENSORWISE, force_recompute_weight=False)
     for bad, text in [
         (node(ROWWISE, emulate=False), "is float8_rowwise, but a cpu has no fast float8 products"),
         (node("float9"), "is 'float9'"),
-        (kept, "is false, but a compiled graph casts each weight again in any case"),
     ]:
         with pytest.raises(PipelineError) as error:
             resolve({"quant": bad, "compile": COMPILE}, context(sizes()))

@@ -28,8 +28,9 @@ from tests.plugins.quantized import (
     train,
     whole,
 )
-from tests.plugins.small import AC, COMPILE, FSDP, CountOperators, batch, build, loss
+from tests.plugins.small import AC, COMPILE, FSDP, SEQ, CountOperators, batch, build, loss
 from tests.ranks import run_ranks
+from titanyaml.dist import compat_compile
 from titanyaml.dist.env import Env
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.plugins.quant import OwnProduct
@@ -75,6 +76,43 @@ def test_selective_recomputation_keeps_every_second_float8_product() -> None:
         counts.append(operators.counts["mm"])
     # all 7 products again: unlike a plain one, the last is not known to be needless; k, o and up are kept
     assert [count - counts[0] for count in counts] == [0, 7 * SIZES["num_layers"], 4 * SIZES["num_layers"]]
+
+
+@pytest.mark.parametrize(("recipe", "product"), [(TENSORWISE, "own"), (ROWWISE, "torchao")])
+def test_a_compiled_block_that_is_recomputed_keeps_its_input_only(
+    recipe: str, product: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parameters, rotation and random state aside. torch 2.11 by itself keeps what each product of ours puts out."""
+    if product == "own":
+        monkeypatch.setattr(compat_compile, "recomputes_functions", lambda: False)
+    torch.compiler.reset()
+    compiled = {"ac": {**AC, "mode": "full"}, "compile": COMPILE}
+    model_spec = sizes(num_layers=1)
+    kept, grads = [], []
+    for nodes in ({}, compiled):
+        model = build({"quant": node(recipe, product=product), **nodes}, model_spec=model_spec, **FLOAT32).model
+        value = loss(model, *batch(2))
+        kept.append(sorted(kept_by_graphs(value, list(model.layers[0].parameters()))))
+        value.backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    head_dim = model_spec.dim // model_spec.num_heads
+    assert kept == [[], [(2, SEQ, model_spec.dim), *[(SEQ, head_dim // 2)] * 2]]
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+
+
+def kept_by_graphs(value: Tensor, parameters: list[Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of what compiled forwards keep for their backwards, but for parameters and random states."""
+    mine, found = {parameter.data_ptr() for parameter in parameters}, []
+    todo, seen = [value.grad_fn], {None}
+    while todo:
+        if (function := todo.pop()) in seen:
+            continue
+        seen.add(function)
+        todo += [earlier for earlier, _ in function.next_functions]
+        if function.name() == "CompiledFunctionBackward":
+            found += [tensor for tensor in function.saved_tensors
+                      if tensor.data_ptr() not in mine and tensor.dtype != torch.uint8]
+    return [tuple(tensor.shape) for tensor in found]
 
 
 def test_a_kept_float8_weight_is_cast_once() -> None:

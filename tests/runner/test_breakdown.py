@@ -6,8 +6,10 @@ import time
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from titanyaml import optim
+from titanyaml.config import schema
 from titanyaml.runner import breakdown as module
 from titanyaml.runner.breakdown import breakdown, classify
 
@@ -43,6 +45,7 @@ def test_overlapping_kernels_count_once():
 def test_communication_that_hides_is_not_exposed(monkeypatch):
     spans = [("nvjet", 40.0, 0.0, 40.0), ("ncclDevKernel", 50.0, 20.0, 70.0), ("nvjet", 10.0, 80.0, 90.0)]
     monkeypatch.setattr(module, "_device_spans", lambda trace: spans)
+    monkeypatch.setattr(module, "_updates", lambda trace, device: [])
     found = breakdown(None, steps=2, wall_s=100e-6, device=torch.device("cuda"))
     assert found["ms"]["gemm"] == pytest.approx(0.025) and found["ms"]["communication"] == pytest.approx(0.025)
     assert found["ms"]["exposed_communication"] == pytest.approx(0.015) and found["ms"]["idle"] == pytest.approx(0.010)
@@ -64,3 +67,14 @@ def test_a_cpu_step_adds_up():
     assert ms["gemm"] > ms["elementwise"] > 0
     assert ms["idle"] > 0.8 * 50 / 4
     assert sum(ms.values()) == pytest.approx(1e3 * wall / 4, rel=0.05)
+
+
+def test_the_eager_update_in_8_bits_is_the_optimizers():
+    weight = torch.nn.Parameter(torch.randn(256, 256))
+    update = optim.build(schema.Optim(name="adamw_8bit"), {"weight": weight}, masters={"weight": weight}, device="cpu")
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        weight.grad = torch.mul(weight.detach(), 0.5)
+        with record_function(module.UPDATE):
+            update.step(1e-3)
+    ms = breakdown(trace, steps=1, wall_s=1.0, device=torch.device("cpu"))["ms"]
+    assert ms["optimizer"] > 5 * (ms["elementwise"] + ms["casts"]) > 0

@@ -50,6 +50,14 @@ SHIPPED = ("pp", "quant", "tp", "ep", "cp", "async_tp", "ac", "compile", "fsdp")
 
 def does(c: Any, node: str) -> bool:
     """Whether ``node`` is on, or a plugin that did not ship, which may do the same in its place."""
+    return node in _on(c) or not is_as_shipped(c)
+
+
+def is_as_shipped(c: Any) -> bool:
+    """Whether no plugin of others is on, of which nothing can be known here."""
+    return set(_on(c)) <= set(SHIPPED)
+
+
+def _on(c: Any) -> list[str]:
     nodes = c.pipeline.plugins
-    on = [name for name in nodes if getattr(getattr(nodes, name), "_target_", None)]
-    return node in on or not set(on) <= set(SHIPPED)
+    return [name for name in nodes if getattr(getattr(nodes, name), "_target_", None)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from titanyaml import machine
+from titanyaml.config.hints import switch
 from titanyaml.config.ranks import degree
 from titanyaml.config.view import Rule, into
 from titanyaml.errors import Problem
@@ -12,7 +13,9 @@ from titanyaml.errors import Problem
 RULES: list[Rule] = []
 rule = into(RULES)
 
-_OFF = "compile.async_tp=false"
+
+def _off(c: Any) -> str:
+    return switch(c, "compile.async_tp=false", async_tp=False)
 
 
 @rule("compile.async_tp", "parallel", "launch", "model", "train.seq_len")
@@ -21,9 +24,9 @@ def async_tp_has_ranks(c: Any) -> Problem | None:
         return None
     sizes = (c.model.num_heads, c.model.num_kv_heads, c.model.ffn_dim, c.model.vocab_size, c.train.seq_len)
     shared = next((n for n in range(2, min(sizes) + 1) if all(size % n == 0 for size in sizes)), None)
-    hint = _OFF
+    hint = _off(c)
     if shared and c.launch.kind == "local":  # what torchrun started cannot be changed from here
-        hint = f"parallel=tp{shared}" + (" launch.nproc=null" if c.launch.nproc else "") + f" or {_OFF}"
+        hint = f"parallel=tp{shared}" + (" launch.nproc=null" if c.launch.nproc else "") + f" or {_off(c)}"
     return Problem("compile.async_tp", "is true, but parallel.tp is 1: there is no transfer to overlap",
                    allowed="true where parallel.tp is 2 or more", hint=hint)
 
@@ -34,7 +37,8 @@ def async_tp_has_its_plugin(c: Any) -> Problem | None:
     if not c.compile.async_tp or ("async_tp" in list(nodes) and getattr(nodes.async_tp, "_target_", None)):
         return None
     return Problem("pipeline.plugins.async_tp", "is off, but compile.async_tp is true",
-                   allowed="titanyaml.plugins.async_tp.AsyncTensorParallel where compile.async_tp is true", hint=_OFF)
+                   allowed="titanyaml.plugins.async_tp.AsyncTensorParallel where compile.async_tp is true",
+                   hint=_off(c))
 
 
 @rule("compile.async_tp", "compile.mode", "runner.name")
@@ -47,7 +51,7 @@ def async_tp_is_compiled(c: Any) -> Problem | None:
     why = ", which compiles on a GPU only, and this machine has none" if mode == "auto" else ""
     return Problem("compile.mode", f"is {mode}{why}; async tensor parallelism works in compiled graphs",
                    allowed="block, model" + (", auto with a GPU" if mode == "none" else ""),
-                   hint=f"compile.mode=block or {_OFF}")
+                   hint=f"compile.mode=block or {_off(c)}")
 
 
 @rule("compile.async_tp", "parallel.tp_sequence_parallel")
@@ -56,7 +60,7 @@ def async_tp_splits_the_sequence(c: Any) -> Problem | None:
         return None
     return Problem("parallel.tp_sequence_parallel", "is false: the tp ranks then send all-reduces, which "
                    "compile.async_tp cannot overlap", allowed="true",
-                   hint=f"parallel.tp_sequence_parallel=true or {_OFF}")
+                   hint=f"parallel.tp_sequence_parallel=true or {_off(c)}")
 
 
 @rule("compile.async_tp", "compile.backend")
@@ -64,7 +68,7 @@ def async_tp_has_inductor(c: Any) -> Problem | None:
     if not c.compile.async_tp or c.compile.backend == "inductor":
         return None
     return Problem("compile.backend", f"is {c.compile.backend}, which does not know compile.async_tp",
-                   allowed="inductor", hint=f"compile.backend=inductor or {_OFF}")
+                   allowed="inductor", hint=f"compile.backend=inductor or {_off(c)}")
 
 
 @rule("compile.async_tp", "compile.async_tp_ops")
@@ -75,7 +79,7 @@ def async_tp_overlaps_something(c: Any) -> Problem | None:
                    allowed="all_gather, reduce_scatter or both; auto",
                    hint=f"compile.async_tp_ops=[auto] or "
                         f"compile.async_tp_ops=[all_gather,reduce_scatter] or compile.async_tp_ops=[all_gather] or "
-                        f"compile.async_tp_ops=[reduce_scatter] or {_OFF}")
+                        f"compile.async_tp_ops=[reduce_scatter] or {_off(c)}")
 
 
 @rule("compile.async_tp", "compile.async_tp_ops")

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
+from importlib.metadata import entry_points
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.ranks import degree, world_size
+from titanyaml.config.ranks import degree, is_as_shipped, world_size
 from titanyaml.config.view import Rule, into
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
 rule = into(RULES)
+
+#: What torch.compile of torch 2.11 to 2.13 knows by itself; and what it has to look for errors with.
+BACKENDS = ("inductor", "cudagraphs", "openxla", "tvm")
+DEBUGGING = ("aot_eager", "aot_eager_decomp_partition", "aot_eager_decomp_partition_crossref",
+             "aot_eager_decomp_partition_with_mode", "aot_eager_default_partitioner", "aot_ts", "eager", "eager_debug",
+             "eager_noexcept", "invoke_subgraph", "openxla_eval", "pre_dispatch_eager", "ts")
 
 _LOSS, _OPTIMIZER, _GRAPHS = "compile.loss=false", "compile.optimizer=false", "compile.cuda_graphs=false"
 
@@ -48,35 +56,59 @@ def compiled_optimizer_is_torchs(c: Any) -> Problem | None:
     return None
 
 
-@rule("compile.cuda_graphs", "parallel", "launch")
-def cuda_graphs_have_one_rank(c: Any) -> Problem | None:
+@rule("compile.cuda_graphs", "compile.mode", "compile.backend", "parallel", "launch", "runner.name")
+def cuda_graphs_can_be_replayed(c: Any) -> Problem | None:
+    """One problem with all that is in the way, and what removes all of it, where something can."""
+    if not c.compile.cuda_graphs:
+        return None
+    obstacles = [one for one in (_of_device(c), _of_ranks(c), _of_mode(c), _of_backend(c)) if one]
+    if not obstacles:
+        return None
+    reasons, changes = zip(*obstacles, strict=True)
+    hint = f"{' '.join(changes)} or {_GRAPHS}" if all(changes) else _GRAPHS
+    return Problem("compile.cuda_graphs", f"is true, but {'; and '.join(reasons)}",
+                   allowed="false; true with compiled blocks (Inductor) in a training on one GPU", hint=hint)
+
+
+def _of_device(c: Any) -> tuple[str, str] | None:
+    """(what is in the way, what to type against it or "")."""
+    if c.runner.name in ("eval", "sample"):
+        return f"runner={c.runner.name} runs too few equal steps to replay any", ""
+    if c.runner.name in ("check", "plan") or machine.gpus():
+        return None
+    return "there is no GPU here", ""
+
+
+def _of_ranks(c: Any) -> tuple[str, str] | None:
     """FSDP gathers weights to other addresses in each step; transfers of tp, cp, ep and pp go around the blocks."""
     ranks = world_size(c)
-    if not c.compile.cuda_graphs or ranks in (1, None):
+    if ranks in (1, None):
         return None
-    hint = _GRAPHS if c.launch.kind == "external" else f"parallel=single launch.nproc=null or {_GRAPHS}"
-    return Problem("compile.cuda_graphs", f"is true on {ranks} ranks; a CUDA graph reads and writes fixed addresses, "
-                   "and what the ranks gather and exchange has none", allowed="false; true on one rank", hint=hint)
+    fix = "" if c.launch.kind == "external" else "parallel=single launch.nproc=null"
+    return f"a graph reads and writes fixed addresses, and what {ranks} ranks gather and exchange has none", fix
 
 
-@rule("compile.cuda_graphs", "compile.mode", "runner.name")
-def cuda_graphs_have_a_gpu(c: Any) -> Problem | None:
-    if not c.compile.cuda_graphs or c.runner.name in ("check", "plan") or machine.gpus():
+def _of_mode(c: Any) -> tuple[str, str] | None:
+    if c.compile.mode in ("auto", "block"):
         return None
-    return Problem("compile.cuda_graphs", "is true, but there is no GPU here", allowed="false", hint=_GRAPHS)
+    return f"compile.mode is {c.compile.mode}: it is blocks that are replayed", "compile.mode=block"
 
 
-@rule("compile.cuda_graphs", "compile.backend")
-def cuda_graphs_are_inductors(c: Any) -> Problem | None:
-    if not c.compile.cuda_graphs or c.compile.backend == "inductor":
+def _of_backend(c: Any) -> tuple[str, str] | None:
+    if c.compile.backend == "inductor":
         return None
-    return Problem("compile.backend", f"is {c.compile.backend}, which does not know compile.cuda_graphs",
-                   allowed="inductor", hint=f"compile.backend=inductor or {_GRAPHS}")
+    return f"compile.backend={c.compile.backend} does not know it", "compile.backend=inductor"
 
 
-@rule("compile.cuda_graphs", "runner.name")
-def cuda_graphs_are_of_training(c: Any) -> Problem | None:
-    if not c.compile.cuda_graphs or c.runner.name not in ("eval", "sample"):
+@rule("compile.backend", "compile.mode", "pipeline.plugins")
+def backend_is_known(c: Any) -> Problem | None:
+    """A plugin of others may register one; so may a package that is installed."""
+    name = c.compile.backend
+    if c.compile.mode == "none" or name in (*BACKENDS, *DEBUGGING) or not is_as_shipped(c):
         return None
-    return Problem("compile.cuda_graphs", f"is true, but runner={c.runner.name} runs too few equal steps to replay any",
-                   allowed="false", hint=_GRAPHS)
+    usual = [*BACKENDS, *(point.name for point in entry_points(group="torch_dynamo_backends"))]
+    if name in usual:
+        return None
+    [near] = difflib.get_close_matches(name, [*usual, *DEBUGGING], n=1, cutoff=0)
+    return Problem("compile.backend", f"is {name}, which torch.compile does not know", allowed=", ".join(usual),
+                   hint=f"compile.backend={near}" + " or compile.backend=inductor" * (near != "inductor"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from titanyaml.config.hints import switch
 from titanyaml.config.view import Rule, into
 from titanyaml.errors import Problem
 
@@ -56,7 +57,7 @@ def files_have_paths(c: Any) -> Problem | None:
     if c.data.kind != "files" or c.data.paths:
         return None
     return Problem("data.paths", "is empty: data=files reads files", allowed="files, folders or globs",
-                   hint="'data.paths=[corpus/*.jsonl]' or data=stdlib")
+                   hint="'data.paths=[corpus/*.jsonl]' or " + switch(c, "data=stdlib", kind="stdlib"))
 
 
 @rule("data")
@@ -64,7 +65,7 @@ def dataset_has_a_name(c: Any) -> Problem | None:
     if c.data.kind != "hf" or c.data.dataset is not None:
         return None
     return Problem("data.dataset", "is null: data=hf reads a dataset", allowed="a name on the hub, or a folder",
-                   hint="data.dataset=<name> or data=stdlib")
+                   hint="data.dataset=<name> or " + switch(c, "data=stdlib", kind="stdlib"))
 
 
 @rule("data.streaming", "data.shuffle")
@@ -90,8 +91,9 @@ def _package_rule(key: str, value: str, package: str, instead: str) -> None:
     def check(c: Any) -> Problem | None:
         if getattr(getattr(c, section), name) != value or find_spec(package) is not None:
             return None
+        way = switch(c, instead, **{name: instead.partition("=")[2]})
         return Problem(key, f"is {value}, which needs the package {package!r}; it is not installed",
-                       hint=f"pip install {package} or {instead}")
+                       hint=f"pip install {package} or {way}")
 
     check.__name__ = f"{package}_is_installed"
     rule(key)(check)

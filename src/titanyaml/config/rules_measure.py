@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from titanyaml import machine
+from titanyaml.config.hints import switch
 from titanyaml.config.ranks import world_size
 from titanyaml.config.view import Rule, into
 from titanyaml.errors import Problem
@@ -14,12 +15,16 @@ RULES: list[Rule] = []
 rule = into(RULES)
 
 
+def _off(c: Any) -> str:
+    return switch(c, "profile=none", kind="none")
+
+
 @rule("profile.kind")
 def snapshots_need_a_gpu(c: Any) -> Problem | None:
     if c.profile.kind not in ("memory", "both") or machine.gpus():
         return None
     return Problem("profile.kind", f"is {c.profile.kind}, but snapshots show CUDA memory, and this machine has no GPU",
-                   allowed="trace, none", hint="profile=trace or profile=none")
+                   allowed="trace, none", hint=f"profile=trace or {_off(c)}")
 
 
 @rule("profile", "runner.name")
@@ -28,7 +33,7 @@ def profile_is_of_training(c: Any) -> Problem | None:
         return None
     why = "would disturb what it measures" if c.runner.name == "bench" else "trains nothing"
     return Problem("profile.kind", f"is {c.profile.kind}, but runner={c.runner.name} {why}",
-                   allowed="none, or runner=train", hint="profile=none or runner=train")
+                   allowed="none, or runner=train", hint=f"{_off(c)} or runner=train")
 
 
 @rule("profile", "train.steps")
@@ -38,7 +43,7 @@ def profile_fits_steps(c: Any) -> Problem | None:
         return None
     return Problem("profile.wait", f"a window of {window} steps (wait + warmup + active) does not fit into "
                    f"train.steps={c.train.steps}", allowed=f"at most {c.train.steps} together",
-                   hint=f"train.steps={window} or profile=none")
+                   hint=f"train.steps={window} or {_off(c)}")
 
 
 @rule("profile", "parallel", "launch")
@@ -51,7 +56,13 @@ def profiled_ranks_exist(c: Any) -> Problem | None:
         return None
     what = f"has no rank {absent[0]}" if absent else "is profiled on no rank"
     return Problem("profile.ranks", f"is {c.profile.ranks}, but a run of {ranks} rank{'s' * (ranks > 1)} {what}",
-                   allowed=f"numbers of 0 .. {ranks - 1}", hint="'profile.ranks=[0]' or profile=none")
+                   allowed=f"numbers of 0 .. {ranks - 1}", hint=f"'profile.ranks=[0]' or {_off(c)}")
+
+
+def bench_steps(runner: Any) -> int:
+    """Steps that runner=bench takes."""
+    profiled = runner.profiled_steps + 1 if runner.profiled_steps else 0  # one more starts the profiler
+    return runner.skipped_steps + runner.measured_steps + profiled
 
 
 @rule("runner", "train.steps")
@@ -59,8 +70,7 @@ def bench_fits_steps(c: Any) -> Problem | None:
     """A benchmark takes the first steps of the run that the configuration describes."""
     if c.runner.name != "bench":
         return None
-    profiled = c.runner.profiled_steps + 1 if c.runner.profiled_steps else 0  # one more starts the profiler
-    needed = c.runner.skipped_steps + c.runner.measured_steps + profiled
+    needed = bench_steps(c.runner)
     if needed <= c.train.steps:
         return None
     return Problem("train.steps", f"is {c.train.steps}, but runner=bench takes {needed} (runner.skipped_steps + "

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.ranks import degree
+from titanyaml.config.hints import switch
+from titanyaml.config.kinds import spell
+from titanyaml.config.layers import ALIGNMENT, linear_layers, module_names, reason_for_high_precision
+from titanyaml.config.ranks import degree, is_as_shipped
 from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
 from titanyaml.errors import Problem
 
@@ -32,8 +36,19 @@ def device_multiplies_in_float8(c: Any) -> Problem | None:
         return None
     lack = f"hardware={c.hardware.name} has compute capability {found:g}" if found and found < needed else \
         "this machine has no GPU"
+    emulated = "quant.emulate=true" + " quant.fast_accum=false" * c.quant.fast_accum
+    if c.quant.product == "own" and here and machine.gpus():
+        emulated = f"quant.emulate=true {_torchao(c)}"
     return Problem("quant.recipe", f"is {recipe}, but {lack}", allowed=f"a GPU of compute capability {needed:g} or "
-                   "higher", hint="quant.emulate=true or quant=none")
+                   "higher", hint=f"{emulated} or {_none(c)}")
+
+
+@rule("quant.product", "quant.emulate", "runner.name")
+def own_products_are_emulated_on_a_cpu(c: Any) -> Problem | None:
+    if c.quant.product != "own" or not c.quant.emulate or c.runner.name == "plan" or not machine.gpus():
+        return None
+    return Problem("quant.emulate", "is true, but quant.product=own emulates on a CPU only, and there is a GPU here",
+                   allowed="false with quant.product=own", hint=f"quant.emulate=false or {_torchao(c)}")
 
 
 @rule("quant.product", "quant.fsdp_float8_all_gather")
@@ -50,6 +65,14 @@ def _torchao(c: Any) -> str:
     return f"quant.product=torchao{rest}"
 
 
+def _none(c: Any) -> str:
+    return switch(c, "quant=none", recipe="none")
+
+
+def _tensorwise(c: Any) -> str:
+    return switch(c, "quant=float8_tensorwise", recipe="float8_tensorwise")
+
+
 @rule("quant.fast_accum", "quant.emulate")
 def emulation_has_no_short_accumulator(c: Any) -> Problem | None:
     if not (c.quant.fast_accum and c.quant.emulate):
@@ -64,7 +87,7 @@ def float8_gather_has_one_scale(c: Any) -> Problem | None:
         return None
     return Problem("quant.fsdp_float8_all_gather", f"is true with {c.quant.recipe}, which casts a weight along both of "
                    "its sides: the gathered bytes would serve one of them", allowed="quant=float8_tensorwise",
-                   hint=f"{_no_gather(c)} or quant=float8_tensorwise")
+                   hint=f"{_no_gather(c)} or {_tensorwise(c)}")
 
 
 @rule("quant.fsdp_float8_all_gather", "parallel", "launch")
@@ -72,7 +95,8 @@ def float8_gather_has_shards(c: Any) -> Problem | None:
     if not c.quant.fsdp_float8_all_gather or (degree(c, "dp_shard"), degree(c, "cp")) != (1, 1):
         return None
     return Problem("quant.fsdp_float8_all_gather", "is true, but parallel.dp_shard is 1: nothing is gathered",
-                   allowed="parallel.dp_shard of 2 or more", hint=f"{_no_gather(c)} or parallel=fsdp2")
+                   allowed="parallel.dp_shard of 2 or more",
+                   hint=f"{_no_gather(c)} or parallel=fsdp2" + " launch.nproc=null" * (c.launch.nproc is not None))
 
 
 def _no_gather(c: Any) -> str:
@@ -98,12 +122,60 @@ def kept_float8_weights_have_one_scale(c: Any) -> Problem | None:
                    hint="quant.force_recompute_weight=true or quant.product=own")
 
 
+@rule("quant.product", "quant.force_recompute_weight", "compile.mode", "runner.name")
+def kept_float8_weights_are_not_compiled(c: Any) -> Problem | None:
+    """compile=auto compiles on a GPU only, which a plan has and this machine may lack."""
+    if c.quant.force_recompute_weight or c.quant.product == "own" or c.compile.mode == "none":
+        return None
+    if c.compile.mode == "auto" and c.runner.name != "plan" and not machine.gpus():
+        return None
+    return Problem("quant.force_recompute_weight", "is false, but with torchao's products a compiled graph casts each "
+                   "weight again in any case", allowed="true; false with own, or with compile=none",
+                   hint="quant.force_recompute_weight=true or quant.product=own")
+
+
+@rule("quant.filter_fqns", "model", "pipeline.plugins")
+def filters_name_modules(c: Any) -> Problem | None:
+    """A plugin of others may bring modules with other names."""
+    if not c.quant.filter_fqns or not is_as_shipped(c):
+        return None
+    names = module_names(c.model)
+    absent = next((part for part in c.quant.filter_fqns if not any(part in name for name in names)), None)
+    if absent is None:
+        return None
+    short = sorted({name.rpartition(".")[2] for name in names})
+    [near] = difflib.get_close_matches(absent, short, n=1, cutoff=0)
+    left = [near if part == absent else part for part in c.quant.filter_fqns]
+    return Problem("quant.filter_fqns", f"has {absent!r}, which is in no module's name",
+                   allowed=f"parts of names such as {linear_layers(c.model)[0].name}",
+                   hint=f"'quant.filter_fqns={spell(left)}'")
+
+
+@rule("quant", "model", "parallel", "launch", "pipeline.plugins")
+def float8_is_for_some_layer(c: Any) -> Problem | None:
+    tp = degree(c, "tp")
+    if c.quant.recipe == "none" or not tp or not is_as_shipped(c):
+        return None
+    layers = linear_layers(c.model)
+    reasons = {reason_for_high_precision(c.quant, layer.name, *layer.on_each(tp), tp=tp): layer for layer in layers}
+    if "" in reasons:
+        return None
+    told = "; ".join(f"{layer.name}: {reason}" for reason, layer in reasons.items())
+    off = " quant.auto_filter_small_kn=false" * c.quant.auto_filter_small_kn
+    off += " quant.filter_fqns=[]" * bool(c.quant.filter_fqns)
+    unit = ALIGNMENT[c.quant.recipe]
+    fits = off and any(n % unit == k % unit == 0 for n, k in (layer.on_each(tp) for layer in layers))
+    return Problem("quant.recipe", f"is {c.quant.recipe}, but no layer can be converted: {told}",
+                   hint=(f"{off.strip()} or " if fits else "") + _none(c))
+
+
 @rule("quant.recipe", "train.compute_dtype")
 def float8_is_not_float64(c: Any) -> Problem | None:
     if c.quant.recipe == "none" or c.train.compute_dtype != "float64":
         return None
     return Problem("quant.recipe", f"is {c.quant.recipe}, but train.compute_dtype is float64, which is for exact "
-                   "comparisons", allowed="none with float64", hint="quant=none or train.compute_dtype=auto")
+                   "comparisons", allowed="none with float64", hint=f"{_none(c)} or train.compute_dtype=auto "
+                   "train.param_dtype=float32 train.reduce_dtype=float32")
 
 
 @rule("quant", "train.compute_dtype")
@@ -112,7 +184,7 @@ def scales_per_row_take_bfloat16(c: Any) -> Problem | None:
     if recipe in ("none", "float8_tensorwise") or c.quant.emulate or c.train.compute_dtype != "float32":
         return None
     return Problem("train.compute_dtype", f"is float32, but a product in {recipe} comes out in bfloat16",
-                   allowed="bfloat16, or auto on a GPU", hint="train.compute_dtype=bfloat16 or quant=float8_tensorwise")
+                   allowed="bfloat16, or auto on a GPU", hint=f"train.compute_dtype=bfloat16 or {_tensorwise(c)}")
 
 
 @rule("quant.recipe", "train.local_batch", "train.seq_len", "model.max_seq_len", "parallel", "launch")

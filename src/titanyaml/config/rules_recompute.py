@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from titanyaml import machine
+from titanyaml.config.hints import switch
 from titanyaml.config.view import Rule, into
 from titanyaml.errors import Problem
 
@@ -12,12 +13,16 @@ RULES: list[Rule] = []
 rule = into(RULES)
 
 
+def _ways(c: Any, *modes: str) -> str:
+    return " or ".join(switch(c, f"ac={mode}", mode=mode) for mode in modes)
+
+
 @rule("ac.mode", "ac.every", "model.num_layers")
 def recompute_reaches_a_block(c: Any) -> Problem | None:
     if c.ac.mode != "selective_layer" or c.ac.every <= c.model.num_layers:
         return None
     return Problem("ac.every", f"is {c.ac.every}, but the model has {c.model.num_layers} blocks: none is recomputed",
-                   allowed=f"1 .. {c.model.num_layers}", hint=f"ac.every={c.model.num_layers} or ac=none")
+                   allowed=f"1 .. {c.model.num_layers}", hint=f"ac.every={c.model.num_layers} or {_ways(c, 'none')}")
 
 
 @rule("ac.mode", "compile.mode", "runner.name")
@@ -29,7 +34,7 @@ def budget_needs_the_compiler(c: Any) -> Problem | None:
         return None
     return Problem("ac.mode", f"is memory_budget, which the compiler keeps, but compile.mode={c.compile.mode} compiles "
                    "nothing here", allowed="memory_budget with compile=block or compile=model",
-                   hint="compile=block or ac=selective_op")
+                   hint=f"compile=block or {_ways(c, 'selective_op')}")
 
 
 @rule("ac.mode", "ac.memory_gib", "hardware.memory_gib")
@@ -46,7 +51,7 @@ def chosen_recompute_is_planned(c: Any) -> Problem | None:
     if c.ac.mode != "auto" or not c.model.moe.num_experts:
         return None
     return Problem("ac.mode", "is auto, which is not decided for mixtures of experts: no plan of one was measured",
-                   allowed="any other mode", hint="ac=selective_op or ac=full or ac=none")
+                   allowed="any other mode", hint=_ways(c, "selective_op", "full", "none"))
 
 
 @rule("ac.mode", "runner.name")
@@ -54,7 +59,7 @@ def chosen_recompute_has_a_backward(c: Any) -> Problem | None:
     if c.ac.mode != "auto" or c.runner.name not in ("eval", "sample"):
         return None
     return Problem("ac.mode", f"is auto, but runner={c.runner.name} has no backward pass in which to recompute",
-                   allowed="none", hint="ac=none")
+                   allowed="none", hint=_ways(c, "none"))
 
 
 @rule("ac.mode", "pipeline.plugins")
@@ -63,4 +68,4 @@ def chosen_recompute_has_its_plugin(c: Any) -> Problem | None:
     if c.ac.mode != "auto" or ("ac" in list(nodes) and getattr(nodes.ac, "_target_", None)):
         return None
     return Problem("ac.mode", "is auto, but pipeline.plugins.ac, which would recompute, is off", allowed="none",
-                   hint="ac=none")
+                   hint=_ways(c, "none"))

@@ -22,9 +22,11 @@ def _divides(c: Any, key: str, size: int) -> Problem | None:
                       c.model.moe.shared_ffn_dim, c.train.seq_len if c.parallel.tp_sequence_parallel else 0)
     degrees = [n for n in range(1, shared + 1) if shared % n == 0]
     near = multiples_around(size, tp)
+    ranks = " launch.nproc=null" * (c.launch.nproc is not None)
+    fewer = [f"parallel.tp={number}{ranks}" for number in nearest_numbers(tp, degrees)]
     return Problem(key, f"is {size}, which {tp} tensor-parallel ranks cannot share evenly",
                    allowed=f"multiples of parallel.tp={tp}",
-                   hint=f"{ways('parallel.tp', nearest_numbers(tp, degrees))} or {ways(key, near)}")
+                   hint=" or ".join([*fewer, ways(key, near)]))
 
 
 @rule("parallel", "launch", "pipeline.plugins")

@@ -111,7 +111,6 @@ class Compile(PluginNode):
     )
     cuda_graphs: bool = key(
         False, "replay compiled blocks as CUDA graphs: the host launches one thing a block; for one GPU",
-        when=("mode", ["auto", "block"]),
     )
     cache_dir: str = key(
         "${oc.env:TITANYAML_CACHE,.cache/titanyaml}/compile",

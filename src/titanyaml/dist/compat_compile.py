@@ -186,6 +186,16 @@ def activation_memory_budget() -> float:
     return config.activation_memory_budget
 
 
+def recomputes_functions() -> bool:
+    """Whether recomputation without ``context_fn`` reaches what a ``torch.autograd.Function`` computes in a compiled
+    block. In torch 2.11 it does not: the operators inside carry no mark of the block, and what they put out is kept.
+    Later releases give the block a policy of their own, which marks every operator; so does any ``context_fn``.
+    """
+    from torch._higher_order_ops import wrap
+
+    return hasattr(wrap, "_always_prefer_recompute")
+
+
 def mend_saved_rng_states() -> None:
     """Let a compiled block with recomputation have DTensor parameters (torch 2.13).
 

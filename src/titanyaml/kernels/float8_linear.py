@@ -63,6 +63,7 @@ class Options:
         """As ``float8_cast.float8_cast``."""
         return float8_cast(x, largest, dtype=dtype, power_of_2=self.rowwise, fused=self.fused, **copies)
 
+    @torch.no_grad()
     def both(self, x: Tensor, dtype: torch.dtype, *, where_made: bool) -> Float8:
         """The copies of an input or of an output's gradient that the recipe multiplies.
 
@@ -114,7 +115,7 @@ class Operand(NamedTuple):
 
 def float8_operand(x: Tensor, options: Options) -> Operand:
     """Cast an input of several ``float8_linear``, what a norm made. Its gradient flows through their outputs."""
-    return Operand(x, options.both(x.detach(), E4M3, where_made=True))
+    return Operand(x, options.both(x, E4M3, where_made=True))
 
 
 def gathered_operand(x_BSK: Tensor, options: Options, group: TensorGroup) -> Operand:
@@ -157,7 +158,7 @@ def float8_linear(x: Tensor | Operand, w_NK: Tensor, options: Options) -> Tensor
     """
     is_shared, (n, k) = isinstance(x, Operand), w_NK.shape
     where_made = Reductions.of(outputs=n, inputs=k, is_shared=is_shared)
-    x, copies = x if is_shared else (x, options.both(x.detach(), E4M3, where_made=where_made.input))
+    x, copies = x if is_shared else (x, options.both(x, E4M3, where_made=where_made.input))
     assert x.dtype == w_NK.dtype and x.shape[-1] == w_NK.shape[1], (x.dtype, w_NK.dtype, x.shape, w_NK.shape)
     return _Float8Linear.apply(x, w_NK, *copies, options, where_made.gradient)
 

@@ -172,14 +172,17 @@ class Checkpointed:
     """
 
     def __init__(self, inner: Callable[..., Any], contexts: Callable[[], Any] | None) -> None:
-        self.inner = inner
-        self.options = {"context_fn": contexts} if contexts else {}
+        self.inner, self.contexts = inner, contexts
+        self.compiled = contexts or (None if compat_compile.recomputes_functions() else full_contexts)
         self.calls = self.runs = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        contexts = self.compiled
         if not torch.compiler.is_compiling():
+            contexts = self.contexts
             self.calls += 1
-        return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=True, **self.options, **kwargs)
+        options = {"context_fn": contexts} if contexts else {}
+        return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -193,6 +196,16 @@ def _groups(ctx: Context) -> frozenset[str]:
         return frozenset()
     degrees = {"tp": ctx.dims.tp, "cp": ctx.dims.cp}
     return frozenset(TensorGroup.of(ctx.mesh[axis]).name for axis, degree in degrees.items() if degree > 1)
+
+
+def full_contexts() -> Any:
+    """The pair of contexts for a compiled block of which nothing is kept, where torch needs one
+    (``compat_compile.recomputes_functions``)."""
+    return create_selective_checkpoint_contexts(_recompute)
+
+
+def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def selective_contexts(groups: frozenset[str] = frozenset()) -> Any:

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from titanyaml import float8
+from titanyaml.config.layers import ALIGNMENT, reason_for_high_precision
 from titanyaml.dist.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.kernels.float8_linear import Operand, Options, float8_linear, float8_operand, gathered_operand
 from titanyaml.models.layers import Linear
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
-
-#: Sides of a product are multiples of this: what the float8 GEMM takes; mxfp8 has one scale per 32 numbers.
-ALIGNMENT = {"float8_tensorwise": 16, "float8_rowwise": 16, "float8_rowwise_with_gw_hp": 16, "mxfp8": 32}
 
 
 class OwnProduct:
@@ -88,7 +86,7 @@ class Quantize:
         self.recipe, self.emulate = recipe, emulate
         self.gathers, self.precomputes = fsdp_float8_all_gather, precompute_scale
         self.recasts = force_recompute_weight
-        self.kept, self.filters_small = list(filter_fqns or []), auto_filter_small_kn
+        self.filter_fqns, self.auto_filter_small_kn = list(filter_fqns or []), auto_filter_small_kn
 
     def reason_off(self, ctx: Context) -> str:
         """Off where the recipe is none."""
@@ -105,11 +103,6 @@ class Quantize:
         if self.product == "own" and self.emulate and ctx.device.type == "cuda":
             problems.append(Problem("quant.emulate", "is true, but quant.product=own emulates on a CPU only",
                                     hint="quant.emulate=false or quant.product=torchao"))
-        if not self.recasts and "compile" in ctx.active and self.product == "torchao":
-            problems.append(Problem(
-                "quant.force_recompute_weight", "is false, but a compiled graph casts each weight again in any case",
-                hint="quant.force_recompute_weight=true or quant.product=own or compile=none",
-            ))
         return problems
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
@@ -126,8 +119,8 @@ class Quantize:
             reasons = Change("", [], skipped).left_alone()
             raise PipelineError(
                 f"{self.recipe} was asked for, and no layer can be converted: {'; '.join(reasons)}", key="quant.recipe",
-                hint="quant.auto_filter_small_kn=false" if self.filters_small else "quant.filter_fqns=[]"
-                if self.kept else "quant.recipe=none",
+                hint="quant.auto_filter_small_kn=false" if self.auto_filter_small_kn else "quant.filter_fqns=[]"
+                if self.filter_fqns else "quant.recipe=none",
             )
         if self.recipe == "mxfp8":
             product = float8.MXProduct(emulate=self.emulate)
@@ -146,7 +139,7 @@ class Quantize:
         """Linear layers that stay as they are, and why."""
         names = [name for name, _ in model.named_modules()]
         names += [name.rpartition(".")[0] for name in getattr(model, "elsewhere", ())]  # of other pipeline ranks
-        for part in self.kept:
+        for part in self.filter_fqns:
             if not any(part in name for name in names):
                 near = difflib.get_close_matches(part, [n.rpartition(".")[2] for n in names], n=1, cutoff=0)
                 raise PipelineError(f"{part!r} is in no layer's name", key="quant.filter_fqns",
@@ -160,16 +153,8 @@ class Quantize:
     def _reason(self, name: str, layer: nn.Linear, ctx: Context) -> str:
         if type(layer) is not Linear:
             return f"a {type(layer).__name__}, not the model's own Linear: its product cannot be exchanged"
-        if part := next((part for part in self.kept if part in name), ""):
-            return f"quant.filter_fqns has {part!r}"
         n, k = local_shape(name, layer, ctx)
-        shards = f" on each of {ctx.dims.tp} tp ranks" if ctx.dims.tp > 1 else ""
-        unit = ALIGNMENT[self.recipe]
-        if n % unit or k % unit:
-            return f"{n} x {k}{shards}: not both are multiples of {unit}"
-        if self.filters_small and _is_small(self.recipe, n, k):
-            return f"{n} x {k}{shards}: quant.auto_filter_small_kn finds it too small to gain"
-        return ""
+        return reason_for_high_precision(self, name, n, k, tp=ctx.dims.tp)
 
     def _summary(self, count: int, ctx: Context) -> str:
         parts = [f"{count} linear layers multiply in {self.recipe}"]
@@ -200,13 +185,6 @@ def local_shape(name: str, layer: nn.Linear, ctx: Context) -> tuple[int, int]:
         if name in [f"{block}.{inner}" for inner in layout.row]:
             return n, k // tp
     return n, k
-
-
-def _is_small(recipe: str, n: int, k: int) -> bool:
-    """Whether the casts are likely to cost what the product gains (torchao's measurements on H100, by recipe)."""
-    if recipe == "float8_tensorwise":
-        return n <= 1024 and k <= 4096
-    return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
 
 
 def _lack(recipe: str, device: torch.device) -> str:

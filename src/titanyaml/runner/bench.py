@@ -134,6 +134,7 @@ def summary(
         "peak_tflops": meter.peak_tflops, "mfu": tflops / meter.peak_tflops if meter.peak_tflops else None,
         "floor_ms": floor and {part: 1e3 * s for part, s in floor.items()},
         "fraction_of_floor": floor["step"] / step_s if floor else None,
+        "floor_note": "" if floor else measured.why_no_floor(precision),
         "data_wait_s": statistics.median(record["data_wait_s"] for record in records),
         "mem_reserved_gib": records[-1].get("mem_reserved_gib"), "mem_active_gib": records[-1].get("mem_active_gib"),
         "loss": records[-1]["loss"], "startup_s": trainer.startup.record(),
@@ -163,7 +164,9 @@ def environment(env: Env) -> dict[str, Any]:
 
 
 def _tell(result: dict[str, Any], report: Any) -> None:
-    share = "" if result["fraction_of_floor"] is None else f", {result['fraction_of_floor']:.1%} of the floor"
+    share = f", {result['floor_note']}"
+    if not result["floor_note"]:
+        share = f", {result['fraction_of_floor']:.1%} of the floor"
     mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"
     log.info("%s tokens/s per device (%.1f ms a step, spread %.1f %%)%s%s", f"{result['tps']:,.0f}",
              1e3 * result["step_s"], 100 * result["tps_spread"], mfu, share)

@@ -73,7 +73,7 @@ def _result(result: dict[str, Any]) -> str:
         ["MFU", _shown(result["mfu"], ".2%"), f"over the peak of {_shown(result['peak_tflops'], 'g') or 'unknown'} "
          "TFLOP/s"],
         ["fraction of the floor", _shown(result["fraction_of_floor"], ".2%"),
-         f"floor of this device, linear layers in {result['precision']}"],
+         result["floor_note"] or f"floor of this device, linear layers in {result['precision']}"],
         ["memory reserved", _shown(result["mem_reserved_gib"], ",.2f"), "peak GiB"],
         ["memory active", _shown(result["mem_active_gib"], ",.2f"), "peak GiB"],
         ["wait for data", f"{1e3 * result['data_wait_s']:.2f} ms", "median of a step"],

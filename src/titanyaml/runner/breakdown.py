@@ -20,6 +20,8 @@ CLASSES = {
     "casts": r"float8|fp8|e4m3|e5m2|amax|cast|quant|copy|memcpy|::to$|convert",
 }
 OTHER = "elementwise"
+#: Name of the range of a step in which weights are updated: what runs there is the optimizer, whatever it is called.
+UPDATE = "titanyaml update"
 
 
 def classify(name: str) -> str:
@@ -40,12 +42,16 @@ def breakdown(trace: profile, *, steps: int, wall_s: float, device: torch.device
         ``step_ms``: of the profiled steps, which the profiler itself slows down. ``top``: name, class, ms and calls.
     """
     spans = _device_spans(trace) if device.type == "cuda" else _host_spans(trace)
+    updates = _updates(trace, device)
     sums: dict[str, float] = dict.fromkeys([*CLASSES, OTHER], 0.0)
-    by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for name, own_us, _, _ in spans:
-        sums[classify(name)] += own_us
-        by_name[name][0] += own_us
-        by_name[name][1] += 1
+    by_name: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0])
+    for name, own_us, begin, _ in spans:
+        kind = classify(name)
+        if kind != "communication" and any(start <= begin < end for start, end in updates):
+            kind = "optimizer"
+        sums[kind] += own_us
+        by_name[name, kind][0] += own_us
+        by_name[name, kind][1] += 1
     busy = _covered((start, end) for _, _, start, end in spans)
     computing = _covered((start, end) for name, _, start, end in spans if classify(name) != "communication")
     sums["exposed_communication"] = busy - computing
@@ -54,9 +60,16 @@ def breakdown(trace: profile, *, steps: int, wall_s: float, device: torch.device
     return {
         "ms": {kind: us / 1e3 / steps for kind, us in sums.items()},
         "step_ms": 1e3 * wall_s / steps,
-        "top": [{"name": name[:120], "class": classify(name), "ms": us / 1e3 / steps, "calls": calls / steps}
-                for name, (us, calls) in top],
+        "top": [{"name": name[:120], "class": kind, "ms": us / 1e3 / steps, "calls": calls / steps}
+                for (name, kind), (us, calls) in top],
     }
+
+
+def _updates(trace: profile, device: torch.device) -> list[tuple[float, float]]:
+    """(start, end) of the ranges ``UPDATE``: on a GPU, of the kernels that were launched in them (microseconds)."""
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    return [(event.time_range.start, event.time_range.end) for event in trace.events()
+            if event.name == UPDATE and event.device_type == kind]
 
 
 def _device_spans(trace: profile) -> list[tuple[str, float, float, float]]:

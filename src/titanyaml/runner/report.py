@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanyaml.config.rules_measure import bench_steps
 from titanyaml.config.schema import Config
 from titanyaml.data.packing import TokenData
 from titanyaml.data.stream import StreamData
@@ -54,7 +55,8 @@ def start(
     log.info("kernels %s (%s)", chosen, kernels["why"])
     run.event("kernels", chosen, **kernels)
     tokens = global_batch * config.train.seq_len
-    left = f"steps {first_step} to {config.train.steps}" if first_step <= config.train.steps else "no step is left"
+    last_step = bench_steps(config.runner) if config.runner.name == "bench" else config.train.steps
+    left = f"steps {first_step} to {last_step}" if first_step <= last_step else "no step is left"
     log.info(
         "data %s: %s; %s tokens a step (%d x %d, accumulation %d); %s", config.data.kind, _size(dataset),
         f"{tokens:,}", global_batch, config.train.seq_len, ctx.accumulation, left,

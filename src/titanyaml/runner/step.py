@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from titanyaml.dist import comm, norm
 from titanyaml.dist.env import Env
@@ -16,6 +17,7 @@ from titanyaml.errors import NonFiniteError
 from titanyaml.loss import IGNORE_INDEX, CrossEntropy
 from titanyaml.optim import Optimizer
 from titanyaml.pipeline.staged import Staged
+from titanyaml.runner.breakdown import UPDATE
 from titanyaml.runner.setup import to_device
 
 if TYPE_CHECKING:
@@ -84,8 +86,9 @@ class TrainStep:
                 f"loss {result.loss}, gradient norm {result.grad_norm}: no update was made",
                 hint="a lower optim.lr, longer schedule.warmup_steps, or resume from an earlier checkpoint",
             )
-        clip = None if self.max_norm is None else norm.clip_factor(grad_norm, self.max_norm)
-        self.optimizer.step(lr, clip=clip)
+        with record_function(UPDATE):
+            clip = None if self.max_norm is None else norm.clip_factor(grad_norm, self.max_norm)
+            self.optimizer.step(lr, clip=clip)
         self.optimizer.zero_grad()
         return result if self.routing is None else replace(result, routing=self.routing.end(tokens))
 
