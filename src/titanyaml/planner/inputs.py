@@ -157,7 +157,8 @@ class Job:
         local_batch: sequences per data rank and forward; under pp those of all microbatches together.
         accumulation: forwards per step and data rank. microbatches: of one forward under pp.
         schedule: of the pipeline. stages_per_rank: of it. bubble: its idle time in forwards-and-backwards of one
-            microbatch; None: as ``step.BUBBLES`` says.
+            microbatch; None: as ``step.BUBBLES`` says. held: of a schedule from a file, forwards whose activations
+            each rank keeps at most.
         stage_layers: layers of each stage; () where they are as even as can be. owners: the pipeline rank of each
             stage; () where stages go round the ranks.
         ac: none, full, selective_op, selective_layer, memory_budget. ac_every: of selective_layer. ac_budget: share of
@@ -184,6 +185,7 @@ class Job:
     schedule: str = "1F1B"
     stages_per_rank: int = 1
     bubble: float | None = None
+    held: tuple[int, ...] = ()
     stage_layers: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
     ac: str = "none"
