@@ -91,13 +91,16 @@ def test_one_gpu_peaks_where_backward_ends(job) -> None:
 @pytest.mark.parametrize("typed", [
     "model=llama3_8b hardware=h100_sxm parallel=fsdp8 train.local_batch=8 ac=none",
     "model=llama3_8b hardware=h100_sxm parallel=single train.local_batch=1 ac=full",
-    "model=llama3_70b hardware=h100_sxm parallel=fsdp32_tp8 train.local_batch=16 train.global_batch=512",
+    "model=llama3_405b hardware=h100_sxm parallel=fsdp8_tp8_pp2 train.local_batch=8 ac=full",
+    "model=llama4_17bx128e hardware=a100_40gb parallel=cp8 train.local_batch=1 ac=full",
 ])
 def test_what_does_not_fit_says_what_would(configure, typed: str) -> None:
     config = configure(*typed.split())
     made = planning.plan(configured.job(config))
-    found = changes.changes(config, made)
-    assert not made.fits and len(found) == 3
+    ways = changes.changes(config, made)
+    found = ways.found
+    assert not made.fits and len(found) == 3 and ways.few() == ""
+    assert len({one.kinds for one in found}) == 3, "different in kind"
     slowdowns = [one.slowdown for one in found]
     assert slowdowns == sorted(slowdowns)
     for one in found:
@@ -108,7 +111,16 @@ def test_what_does_not_fit_says_what_would(configure, typed: str) -> None:
 
 def test_what_fits_needs_no_change(configure) -> None:
     config = configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1")
-    assert changes.changes(config, planning.plan(configured.job(config))) == []
+    assert changes.changes(config, planning.plan(configured.job(config))).found == []
+
+
+def test_where_few_changes_fit_the_nearest_is_named(configure) -> None:
+    config = configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1")
+    ways = changes.changes(config, planning.plan(configured.job(config)), limit_gib=2.0)
+    assert ways.found == [] and ways.over_gib > 0
+    assert ways.few().startswith("none of the changes that were tried makes it fit; the nearest, ")
+    near = configured.job(configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1", *ways.nearest.split()))
+    assert memory.plan_memory(near).with_margin / memory.GIB - 2.0 == pytest.approx(ways.over_gib)
 
 
 @pytest.mark.parametrize(("changed", "words"), [
