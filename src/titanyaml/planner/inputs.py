@@ -44,7 +44,8 @@ class Device:
         bf16_shape, fp8_shape: s of ``cost.gemm_seconds`` (elements); that of float8 is as many times larger as its
             rate is, where it was not measured. memory_share: of the bandwidth, reached by passes over memory.
         cast_bytes: moved to cast an element to float8: (tensorwise, rowwise); None: as fitted.
-        basis: where the rates come from: measured, fitted (to published runs), datasheet (shares of it), given.
+        basis: where the rates come from: measured, calibrated (by a command, on one), fitted (to published runs),
+            datasheet (shares of it), given.
     """
 
     name: str

@@ -15,7 +15,7 @@ from titanyaml.planner import constants, experts
 from titanyaml.planner import moments as moments_of
 from titanyaml.planner.inputs import Job, Stage
 from titanyaml.planner.moments import ACTIVE, Moment
-from titanyaml.planner.operators import float8
+from titanyaml.planner.operators import CHEAP_BUDGET, float8
 from titanyaml.planner.shape import Block
 
 GIB = 2**30
@@ -103,7 +103,7 @@ def saved_per_token(job: Job, block: Block, *, mode: str | None = None) -> float
 def _budgeted(job: Job, low: float, high: float, *, cheap: float) -> float:
     """Elements that the compiler keeps of a token under ``ac.budget``. A budget of 0.8 costs norms and product alone
     (3B on an H200: 12.2 GiB of 38.5); one of 0.5 was seen to keep 0.32."""
-    return high - cheap if job.ac_budget >= 0.7 else low + job.ac_budget**2 * (high - low)
+    return high - cheap if job.ac_budget >= CHEAP_BUDGET else low + job.ac_budget**2 * (high - low)
 
 
 def _block_backward(job: Job, block: Block) -> float:
