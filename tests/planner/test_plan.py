@@ -163,11 +163,28 @@ def test_a_good_plan_has_no_remarks(job) -> None:
     ("b200", {}, 0.25, "the rates of b200 are shares of its datasheet: nothing was measured on one"),
     ("h100_pcie", {}, 0.25, "the links of pcie_200g are shares"),
     ("h200", {"local_batch": 1, "seq_len": 2048}, 0.30, "few tokens"),
+    ("h200", {"mesh": Mesh(dp_shard=1024)}, 0.20, "no published run has more than 512"),
+    ("h200", {"mesh": Mesh(dp_shard=8192)}, 0.30, "more than 4096 devices"),
+    ("h200", {"ac": "memory_budget", "ac_budget": 0.5}, 0.25, "a budget below 0.7"),
 ])
 def test_every_range_says_why(job, option: str, changed: dict, width: float, words: str) -> None:
     found = planning.plan(job(option, **changed)).range
     assert found[0] == width
     assert words in found[1]
+
+
+def test_calibrated_rates_have_their_own_range(job) -> None:
+    made = job("h200")
+    width, why = planning.plan(replace(made, device=replace(made.device, basis="calibrated"))).range
+    assert width == 0.25 and "94 are planned within 25 %" in why
+
+
+def test_a_small_budget_repeats_products(job) -> None:
+    """From no recomputation to all of it, the less is kept the slower."""
+    budgets = [planning.plan(job(ac="memory_budget", ac_budget=share)).tps for share in (0.8, 0.6, 0.4, 0.0)]
+    full = planning.plan(job(ac="full")).tps
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] > 1.1 * budgets[-1] and budgets[-1] == pytest.approx(full, rel=0.02)
 
 
 def test_a_budget(job) -> None:
