@@ -89,11 +89,21 @@ def test_a_search_chooses_the_jobs_of_a_sweep(typed, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("overrides", "words"), [
     (["hardware=h200", "parallel=auto"], "a search must know on how many devices"),
     (["hardware=h200", "launch.nproc=8", "train.seq_len=100000000"], "train.seq_len"),
+    (["hardware=h200", "launch.nproc=8", "quant=none,float8_rowwize", "ac=fulll,none", "hydra.sweep.dir=swept"],
+     "try: quant=float8_rowwise"),
+    (["hardware=h200", "launch.nproc=8", "hydra.sweeper.jobs=-1"], "hydra.sweeper.jobs: is -1"),
+    (["hardware=h200", "launch.nproc=8", "parallel=fsdp8,fsdp4_tp4"], "is 8, but parallel=fsdp4_tp4 has 16 ranks"),
 ])
 def test_a_search_that_cannot_be(typed, overrides: list[str], words: str) -> None:
     done = typed("-m", "hydra/sweeper=titan_search", "runner=plan", "model=llama3_8b", *overrides)
     assert done.returncode == 2
     assert words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_search_without_m_is_told(typed) -> None:
+    done = typed("hydra/sweeper=titan_search", "runner=plan", "hardware=h200", "launch.nproc=8")
+    assert done.returncode == 2
+    assert "try: -m hydra/sweeper=titan_search" in done.stderr
 
 
 def test_an_unknown_device_is_refused(typed) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titanyaml.planner import configured, live, memory
+from titanyaml.planner import configured, live, memory, moments
 from titanyaml.runner import memory_trace
 
 SMALL = ["kernels=torch", "compile=none", "train.compute_dtype=bfloat16", "model.dim=256", "model.num_heads=8",
@@ -29,11 +29,23 @@ def test_memory_is_what_the_pipeline_needs(configure, mesh: str, rank: int, ac: 
     assert real.parameters == pytest.approx(states["parameters"], rel=0.001)
     assert real.optimizer == pytest.approx(states["optimizer"], rel=0.001)
     assert real.gradients == pytest.approx(states["gradients"], rel=0.001)
-    held = memory.forwards_held(job, rank) / job.stages_per_rank if job.mesh.pp > 1 else 1
+    held = moments.forwards_held(job, rank) / job.stages_per_rank if job.mesh.pp > 1 else 1
     saved = [held * live.kept(job, block) for stage in stages for block in stage.blocks]
     assert real.saved == pytest.approx(saved, rel=0.02)
     when, parts = live.fullest(job, rank=rank)
     assert real.peak.total == pytest.approx(sum(parts.values()), rel=0.02), (when, parts, real.peak)
+
+
+@pytest.mark.parametrize(("typed", "rank"), [
+    ("ac=none parallel.pp_schedule=Interleaved1F1B", 0), ("ac=none parallel.pp_schedule=Interleaved1F1B", 1),
+    ("ac=none parallel.fsdp_reshard_after_forward=always", 1),
+    ("ac=full parallel.fsdp_reshard_after_forward=always", 0),
+])
+def test_a_pipeline_peaks_at_one_of_its_moments(configure, typed: str, rank: int) -> None:
+    config = configure(*DENSE, "parallel=fsdp4_pp2", "train.global_batch=32", *typed.split())
+    _, parts = live.fullest(configured.job(config), rank=rank)
+    real = memory_trace.measured(config, pipeline_rank=rank).peak
+    assert real.total == pytest.approx(sum(parts.values()), rel=0.02), (parts, real)
 
 
 @pytest.mark.parametrize(("model", "typed"), [

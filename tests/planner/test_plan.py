@@ -91,13 +91,16 @@ def test_one_gpu_peaks_where_backward_ends(job) -> None:
 @pytest.mark.parametrize("typed", [
     "model=llama3_8b hardware=h100_sxm parallel=fsdp8 train.local_batch=8 ac=none",
     "model=llama3_8b hardware=h100_sxm parallel=single train.local_batch=1 ac=full",
-    "model=llama3_70b hardware=h100_sxm parallel=fsdp32_tp8 train.local_batch=16 train.global_batch=512",
+    "model=llama3_405b hardware=h100_sxm parallel=fsdp8_tp8_pp2 train.local_batch=8 ac=full",
+    "model=llama4_17bx128e hardware=a100_40gb parallel=cp8 train.local_batch=1 ac=full",
 ])
 def test_what_does_not_fit_says_what_would(configure, typed: str) -> None:
     config = configure(*typed.split())
     made = planning.plan(configured.job(config))
-    found = changes.changes(config, made)
-    assert not made.fits and len(found) == 3
+    ways = changes.changes(config, made)
+    found = ways.found
+    assert not made.fits and len(found) == 3 and ways.few() == ""
+    assert len({one.kinds for one in found}) == 3, "different in kind"
     slowdowns = [one.slowdown for one in found]
     assert slowdowns == sorted(slowdowns)
     for one in found:
@@ -108,7 +111,16 @@ def test_what_does_not_fit_says_what_would(configure, typed: str) -> None:
 
 def test_what_fits_needs_no_change(configure) -> None:
     config = configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1")
-    assert changes.changes(config, planning.plan(configured.job(config))) == []
+    assert changes.changes(config, planning.plan(configured.job(config))).found == []
+
+
+def test_where_few_changes_fit_the_nearest_is_named(configure) -> None:
+    config = configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1")
+    ways = changes.changes(config, planning.plan(configured.job(config)), limit_gib=2.0)
+    assert ways.found == [] and ways.over_gib > 0
+    assert ways.few().startswith("none of the changes that were tried makes it fit; the nearest, ")
+    near = configured.job(configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1", *ways.nearest.split()))
+    assert memory.plan_memory(near).with_margin / memory.GIB - 2.0 == pytest.approx(ways.over_gib)
 
 
 @pytest.mark.parametrize(("changed", "words"), [
@@ -151,11 +163,28 @@ def test_a_good_plan_has_no_remarks(job) -> None:
     ("b200", {}, 0.25, "the rates of b200 are shares of its datasheet: nothing was measured on one"),
     ("h100_pcie", {}, 0.25, "the links of pcie_200g are shares"),
     ("h200", {"local_batch": 1, "seq_len": 2048}, 0.30, "few tokens"),
+    ("h200", {"mesh": Mesh(dp_shard=1024)}, 0.20, "no published run has more than 512"),
+    ("h200", {"mesh": Mesh(dp_shard=8192)}, 0.30, "more than 4096 devices"),
+    ("h200", {"ac": "memory_budget", "ac_budget": 0.5}, 0.25, "a budget below 0.7"),
 ])
 def test_every_range_says_why(job, option: str, changed: dict, width: float, words: str) -> None:
     found = planning.plan(job(option, **changed)).range
     assert found[0] == width
     assert words in found[1]
+
+
+def test_calibrated_rates_have_their_own_range(job) -> None:
+    made = job("h200")
+    width, why = planning.plan(replace(made, device=replace(made.device, basis="calibrated"))).range
+    assert width == 0.25 and "94 are planned within 25 %" in why
+
+
+def test_a_small_budget_repeats_products(job) -> None:
+    """From no recomputation to all of it, the less is kept the slower."""
+    budgets = [planning.plan(job(ac="memory_budget", ac_budget=share)).tps for share in (0.8, 0.6, 0.4, 0.0)]
+    full = planning.plan(job(ac="full")).tps
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] > 1.1 * budgets[-1] and budgets[-1] == pytest.approx(full, rel=0.02)
 
 
 def test_a_budget(job) -> None:

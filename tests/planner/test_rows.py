@@ -43,7 +43,7 @@ def test_memory_without_pipeline(rows: list, published: ModuleType) -> None:
     assert worst <= 0.12
     pipes = [row.memory_error for row in mine if row.job.mesh.pp > 1]
     assert len(pipes) == 6
-    assert max(pipes) <= 0.02, "a lower bound"
+    assert max(pipes) <= 0.0, "a lower bound"
     assert min(pipes) >= -0.30
 
 
@@ -95,6 +95,7 @@ def test_a_calibration_alone_is_enough(rows: list, published: ModuleType, monkey
     assert len(h200) >= 31
     assert published.statistics_of(h200)[0] <= 0.08
     assert published.statistics_of(errors)[0] <= 0.08
+    assert sum(abs(error) <= 0.25 for error in errors) >= 94, "what the range of a calibrated plan says"
 
 
 def test_every_row_that_is_left_out_says_why(rows: list) -> None:

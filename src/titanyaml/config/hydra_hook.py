@@ -33,6 +33,10 @@ _LINE = "1.3."
 _load_configuration = ConfigLoaderImpl.load_configuration
 _load_sweep_config = ConfigLoaderImpl.load_sweep_config
 _refused: dict[tuple[str, ...], list[Problem]] = {}
+_composing_job = False
+
+#: What a search is called in a configuration.
+SEARCH = "hydra_plugins.titan_search.TitanSearch"
 
 
 def install() -> None:
@@ -76,18 +80,31 @@ def _checked_load_configuration(
     # Hydra's first call only asks for hydra.mode and swallows every error; what is wrong is told at the second
     if report.cfg is None or (report.problems and validate_sweep_overrides):
         raise ConfigError(report.problems)
+    if run_mode == RunMode.RUN and validate_sweep_overrides and not _composing_job:
+        _refuse_idle_search(report.cfg)
     return report.cfg
+
+
+def _refuse_idle_search(cfg: DictConfig) -> None:
+    """Without -m Hydra runs one job and asks no sweeper."""
+    if OmegaConf.select(cfg, "hydra.sweeper._target_") == SEARCH:
+        raise ConfigError("titan_search is a sweeper, which nothing asks without -m: one configuration would run as it "
+                          "is typed", key="hydra/sweeper", hint="-m hydra/sweeper=titan_search")
 
 
 def _checked_load_sweep_config(
     self: ConfigLoaderImpl, master_config: DictConfig, sweep_overrides: list[str]
 ) -> DictConfig:
+    global _composing_job
     job = _job(sweep_overrides)
     _refused.pop(job, None)
+    _composing_job = True
     try:
         return _load_sweep_config(self, master_config, sweep_overrides)
     except ConfigError as error:
         _refused[job] = error.problems
+    finally:
+        _composing_job = False
     # the launcher needs a configuration to get as far as the task function, which then fails in the job's own folder
     stand_in = copy.deepcopy(master_config)
     with open_dict(stand_in):

@@ -74,10 +74,11 @@ def find_key(dotted: str) -> Key | None:
 
 
 def nearest(name: str, names: Iterable[str], *, count: int = 1) -> list[str]:
-    """The most similar names, best first, then those that begin with it; empty where nothing is similar."""
+    """Names that begin with it, the shortest first, then the most similar; empty where nothing is similar."""
     names = list(names)
-    close = difflib.get_close_matches(name, names, n=count, cutoff=0.6)
-    return (close + [one for one in names if len(name) > 2 and one.startswith(name) and one not in close])[:count]
+    longer = sorted((one for one in names if len(name) > 2 and one.startswith(name)), key=len)
+    return (longer + [one for one in difflib.get_close_matches(name, names, n=count, cutoff=0.6)
+                      if one not in longer])[:count]
 
 
 def nearest_key(dotted: str) -> str:

@@ -71,7 +71,9 @@ def compose_report(
         params = OmegaConf.select(cfg, "hydra.sweeper.params") or {}
         problems += check_swept_keys(OmegaConf.to_container(params) if params else {}, loader=loader)
     elif "experiment" not in typed.doubtful:
-        problems += check_rules(_without(tree.values, typed.doubtful))
+        # the file of a device brings its links
+        brought = {"cluster"} if "hardware" in typed.doubtful else set()
+        problems += check_rules(_without(tree.values, typed.doubtful | brought))
     if problems:
         return Report(cfg, _unique(_located(problems, loader, typed, multirun=multirun)))
     return Report(cfg if multirun else _typed(cfg, tree), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from titanyaml.config.ranks import world_size
@@ -13,6 +14,34 @@ rule = into(RULES)
 
 _RATES = ("gemm_bf16_tflops", "memory_tb_s", "flash_forward_tflops", "flash_backward_tflops", "peak_bf16_tflops",
           "memory_gib")
+
+
+#: Sustained rates, and how many times the dense bf16 peak each can be at most.
+_BELOW_PEAK = {"gemm_bf16_tflops": 1, "gemm_fp8_tflops": 2, "flash_forward_tflops": 1, "flash_backward_tflops": 1,
+               "cudnn_forward_tflops": 1, "cudnn_backward_tflops": 1}
+
+
+@rule("hardware")
+def reserve_leaves_memory(c: Any) -> Problem | None:
+    reserve, memory = c.hardware.reserve_gib, c.hardware.memory_gib
+    if memory is None or reserve < memory:
+        return None
+    way = "hardware.reserve_gib=1.5" if memory > 1.5 else f"hardware.memory_gib={math.ceil(reserve) + 1}"
+    return Problem("hardware.reserve_gib", f"is {reserve:g}, but the device has hardware.memory_gib={memory:g}: a run "
+                   "is left nothing", allowed=f"below {memory:g}", hint=way)
+
+
+@rule("hardware")
+def rates_are_below_their_peak(c: Any) -> Problem | None:
+    peak = c.hardware.peak_bf16_tflops
+    for name, times in _BELOW_PEAK.items():
+        rate = getattr(c.hardware, name)
+        if None in (peak, rate) or rate <= times * peak:
+            continue
+        of = f"hardware.peak_bf16_tflops={peak:g}" if times == 1 else f"twice hardware.peak_bf16_tflops={peak:g}"
+        return Problem(f"hardware.{name}", f"is {rate:g} TFLOP/s sustained, above {of}", allowed=f"{times * peak:g} or "
+                       "less", hint=f"hardware.{name}={times * peak:g} or hardware.peak_bf16_tflops={rate / times:g}")
+    return None
 
 
 @rule("runner.name", "hardware")

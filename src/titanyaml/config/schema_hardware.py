@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from titanyaml.config.keys import key
 
-BASES = ["measured", "fitted", "datasheet", "given"]
+BASES = ["measured", "calibrated", "fitted", "datasheet", "given"]
 
 
 @dataclass
@@ -14,8 +14,8 @@ class Hardware:
     """The device: its peak for MFU, and the rates that ``runner=plan`` reckons with. What is unknown stays null."""
 
     name: str = key("auto", "auto: recognised by the device's own name")
-    basis: str = key("given", "where the rates come from, for a plan's range: measured on one, fitted to published "
-                     "runs, shares of the datasheet, or given by you", choices=BASES)
+    basis: str = key("given", "where the rates come from, for a plan's range: measured in whole runs, by a "
+                     "calibration, fitted to published runs, shares of the datasheet, or given by you", choices=BASES)
     peak_bf16_tflops: float | None = key(None, "dense bf16 peak (TFLOP/s)", above=0)
     memory_gib: float | None = key(None, "device memory (GiB)", above=0)
     power_w: float | None = key(None, "power limit (watts), for the energy of a token budget", above=0)

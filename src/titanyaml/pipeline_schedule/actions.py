@@ -84,6 +84,15 @@ def orders(grid: Grid) -> list[list[Action]]:
     return [[action for cell in row for action in cell] for row in grid]
 
 
+def most_held(order: Iterable[Action]) -> int:
+    """Forwards of stages without their whole backward at one time, on the rank that follows this order."""
+    held = most = 0
+    for action in order:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        most = max(most, held)
+    return most
+
+
 def microbatches(grid: Grid) -> int:
     """How many there are."""
     return 1 + max((action.microbatch for row in orders(grid) for action in row), default=-1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from titanyaml.pipeline_schedule.actions import Action
+from titanyaml.pipeline_schedule.actions import Action, most_held
 
 UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
@@ -38,13 +38,7 @@ class Timeline:
     @property
     def held(self) -> int:
         """Most forwards whose backward is not done, on the rank that has most: what it keeps activations of."""
-        most = 0
-        for spans in self.ranks:
-            held = 0
-            for span in spans:
-                held += {"F": 1, "B": -1, "I": 0, "W": -1}[span.action.kind]
-                most = max(most, held)
-        return most
+        return max((most_held(span.action for span in spans) for spans in self.ranks), default=0)
 
 
 class Stuck(Exception):

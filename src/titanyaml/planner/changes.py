@@ -1,64 +1,191 @@
-"""What would make a configuration fit: changes of one thing, each a legal configuration that was planned itself."""
+"""What would make a configuration fit: the cheapest changes of different kinds, each legal and planned itself.
+
+First changes of one key are tried, then two and three kinds together, then meshes on the same devices and on more,
+alone and with others. Of each kind the fastest counts.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from titanyaml.config import degrees, ranks, rules, schema
+from titanyaml.config import rules, schema
+from titanyaml.config.kinds import spell
 from titanyaml.config.schema import Config
-from titanyaml.planner import configured, memory, step
+from titanyaml.planner import candidates, configured, memory, step
+from titanyaml.planner.candidates import Candidate
+from titanyaml.planner.inputs import Job
+from titanyaml.planner.memory import Memory
 from titanyaml.planner.plan import Plan
 
-#: Recomputation from the least to the most.
-_AC = ("none", "memory_budget", "selective_op", "full")
+#: How many are named.
+NAMED = 3
+#: A combination stands beside a part of it that fits too only where it is faster by this share.
+_WORTH = 0.01
+#: Kinds of changes that are tried beside another mesh.
+_BESIDE = {"recompute", "batch", "moments"}
 
 
 @dataclass(frozen=True)
 class Change:
     """typed: overrides to add to the command. tps: with it, a device. slowdown: share of the speed that it costs,
-    negative where it gains. devices: that it takes."""
+    negative where it gains. devices: that it takes. kinds: what it changes."""
 
     typed: str
     tps: float
     slowdown: float
     devices: int
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """found: the changes that fit, the cheapest first. nearest: of those that do not, what to type for the smallest, ""
+    where none is legal; over_gib: by how much."""
+
+    found: list[Change]
+    nearest: str = ""
+    over_gib: float = 0.0
+
+    def few(self) -> str:
+        """One line where fewer than ``NAMED`` fit, "" else."""
+        if len(self.found) == NAMED:
+            return ""
+        missed = f"; the nearest, {self.nearest}, is {self.over_gib:.1f} GiB over" if self.nearest else ""
+        number = "none" if not self.found else f"no more than {len(self.found)}"
+        return f"{number} of the changes that were tried makes it fit{missed}"
 
 
 def changes(
     config: Config, made: Plan, *, limit_gib: float | None = None, hardware: schema.Hardware | None = None,
     cluster: schema.Cluster | None = None,
-) -> list[Change]:
+) -> Ways:
     """The three changes that cost the least speed after which ``config``, planned as ``made``, fits.
 
     Args:
         limit_gib: None: what the device has. hardware, cluster: in place of the configured ones.
     """
     if made.fits and limit_gib is None:
-        return []
-    limit_gib = limit_gib or made.limit_gib
-    found: dict[str, Change] = {}
-    for values in _candidates(config):
-        values = {key: value for key, value in values.items() if _current(config, key) != value}
-        candidate = _applied(config, values)
-        if rules.check_rules(dataclasses.asdict(candidate)):
-            continue
-        job = configured.job(candidate, hardware=hardware, cluster=cluster)
+        return Ways([])
+    tried = _Tried(config, limit_gib or made.limit_gib, hardware, cluster)
+    levers = candidates.levers(config)
+    tried.all(itertools.chain.from_iterable(levers))
+    tried.all(one.joined(other) for some, others in itertools.combinations(levers, 2) for one in some
+              for other in others)
+    strongest = [ways[-1] for ways in levers]
+    if len(tried.kinds) < NAMED:
+        tried.all(one.joined(two).joined(three) for one, two, three in itertools.combinations(strongest, 3))
+    tried.meshes(candidates.meshes(config), levers)
+    times, grown = 2, 0
+    while times <= candidates.most_times(config) and grown < (1 if len(tried.kinds) > NAMED else NAMED):
+        grown += tried.meshes(candidates.larger(config, times), levers)
+        times *= 2
+    each = 1 if len(tried.kinds) >= NAMED else NAMED
+    found = [one for kinds in tried.kinds for one in tried.fastest(kinds, made, each)]
+    return Ways(_chosen(found), tried.nearest, tried.over / memory.GIB)
+
+
+class _Tried:
+    """Candidates that were planned. kinds: to those of it that fit. nearest, over: of those that do not, and bytes."""
+
+    def __init__(
+        self, config: Config, limit_gib: float, hardware: schema.Hardware | None, cluster: schema.Cluster | None
+    ) -> None:
+        self.config, self.limit = config, limit_gib * memory.GIB
+        self.hardware, self.cluster = hardware, cluster
+        self.kinds: dict[frozenset[str], list[tuple[str, Job, Memory]]] = {}
+        self.nearest, self.over = "", float("inf")
+
+    def all(self, many: Iterable[Candidate]) -> None:
+        """Try each."""
+        for one in many:
+            self.fits(one)
+
+    def meshes(self, many: Iterator[Candidate], levers: list[list[Candidate]]) -> int:
+        """Try each mesh, alone or with the fewest of the strongest changes beside it that make it fit. Returns how many
+        kinds of change are new."""
+        before = len(self.kinds)
+        for mesh in many:
+            beside = [ways[-1] for ways in levers if ways[-1].kinds & _BESIDE]
+            if mesh.values.get("parallel.pp", 1) > 1:
+                beside.append(candidates.FREED)
+            if not self.fits(_joined(mesh, beside), note=False):
+                continue
+            for number in range(len(beside) + 1):
+                together = [_joined(mesh, some) for some in itertools.combinations(beside, number)]
+                if [one for one in together if self.fits(one)]:
+                    break
+        return len(self.kinds) - before
+
+    def fits(self, one: Candidate, *, note: bool = True) -> bool:
+        """Whether a candidate is legal and fits; note: keep it."""
+        config = _applied(self.config, one.values)
+        if not one.values or rules.check_rules(dataclasses.asdict(config)):
+            return False
+        job = configured.job(config, hardware=self.hardware, cluster=self.cluster)
         room = memory.plan_memory(job)
-        if room.with_margin / memory.GIB > limit_gib:
-            continue
-        planned = Plan(job, step.plan_step(job), room)
-        typed = " ".join(f"{key}={value}" for key, value in values.items())
-        found[typed] = Change(typed, planned.tps, 1 - planned.tps / made.tps, job.mesh.world_size)
-    return sorted(found.values(), key=lambda one: (one.slowdown, one.devices))[:3]
+        over, typed = room.with_margin - self.limit, _typed(one.values)
+        if over > 0:
+            if over < self.over:
+                self.nearest, self.over = typed, over
+            return False
+        if note:
+            self.kinds.setdefault(one.kinds, []).append((typed, job, room))
+        return True
+
+    def fastest(self, kinds: frozenset[str], made: Plan, number: int) -> list[Change]:
+        """So many of these kinds, over ``made``. Timed in the order of a bound, until no other can be faster."""
+        bounded = sorted(((job.tokens_per_step / job.mesh.world_size / step.least_seconds(job), typed, job, room)
+                          for typed, job, room in self.kinds[kinds]), key=lambda entry: -entry[0])
+        best: list[Change] = []
+        for most, typed, job, room in bounded:
+            if len(best) == number and most <= best[-1].tps:
+                break
+            tps = Plan(job, step.plan_step(job), room).tps
+            best.append(Change(typed, tps, 1 - tps / made.tps, job.mesh.world_size, tuple(sorted(kinds))))
+            best = sorted(best, key=lambda one: -one.tps)[:number]
+        return best
 
 
-def _current(config: Config, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+def _joined(mesh: Candidate, others: Iterable[Candidate]) -> Candidate:
+    for other in others:
+        mesh = _with(mesh, other)
+    return mesh
+
+
+def _with(mesh: Candidate, other: Candidate) -> Candidate:
+    """A mesh keeps the sequences of its own step, and resets what it does not read."""
+    return other.joined(mesh) if "batch" not in other.kinds else Candidate(
+        mesh.kinds | other.kinds, mesh.values | {"train.local_batch": other.values["train.local_batch"]})
+
+
+def _chosen(found: list[Change]) -> list[Change]:
+    """The cheapest, of different kinds: one on another mesh and one on more devices, more of these where nothing else
+    is left."""
+    found = sorted(found, key=lambda one: (one.slowdown, one.devices))
+    worth = [one for one in found if not any(
+        set(other.kinds) < set(one.kinds) and other.slowdown <= one.slowdown + _WORTH for other in found)]
+    picked: dict[Any, Change] = {}
+    for one in worth:
+        picked.setdefault("devices" if "devices" in one.kinds else "mesh" if _mesh(one) else one.kinds, one)
+    for one in worth:
+        picked.setdefault(_mesh(one) or one.kinds, one)
+    picked |= {one.typed: one for one in found}
+    first = list(dict.fromkeys(picked.values()))[:NAMED]
+    return sorted(first, key=lambda one: (one.slowdown, one.devices))
+
+
+def _mesh(one: Change) -> str:
+    """The axis that a change makes longer on the same devices, "" where it does not."""
+    return next((kind for kind in one.kinds if kind.startswith("mesh")), "")
+
+
+def _typed(values: dict[str, Any]) -> str:
+    return " ".join(f"{key}={spell(value)}" for key, value in values.items())
 
 
 def _applied(config: Config, values: dict[str, Any]) -> Config:
@@ -67,46 +194,3 @@ def _applied(config: Config, values: dict[str, Any]) -> Config:
         section, name = key.split(".")
         setattr(made, section, dataclasses.replace(getattr(made, section), **{name: value}))
     return made
-
-
-def _candidates(config: Config) -> Iterator[dict[str, Any]]:
-    """More recomputation, fewer sequences a forward, both; smaller moments; the same ranks otherwise; more ranks."""
-    ranked = ranks.world_size(config)
-    sizes = degrees.resolve_degrees(config.parallel, world_size=ranked)
-    batch = degrees.global_batch(config, sizes)
-    heavier = [{"ac.mode": mode} for mode in _AC[_AC.index(config.ac.mode) + 1 :]] if config.ac.mode in _AC else [
-        {"ac.mode": "full"}]
-    fewer = [{"train.local_batch": size, "train.global_batch": batch} for size in range(1, config.train.local_batch)
-             if config.train.local_batch % size == 0]
-    yield from heavier
-    yield from fewer
-    for size in fewer:
-        yield {"ac.mode": "full", **size}
-    for name in ("adamw_bf16", "adamw_8bit"):
-        yield {"optim.name": name}
-    if config.parallel.fsdp_reshard_after_forward == "never":
-        yield {"parallel.fsdp_reshard_after_forward": "auto"}
-    kept = {"train.global_batch": batch} if config.train.global_batch is not None else {}
-    for mesh in _meshes(sizes):
-        yield mesh
-        yield {"ac.mode": "full", **mesh}
-    for times in (2, 4, 8, 16, 32, 64):
-        wider = {"parallel.dp_shard": sizes["dp_shard"] * times, **kept}
-        if config.launch.nproc is not None:
-            wider["launch.nproc"] = config.launch.nproc * times
-        yield wider
-        yield {"ac.mode": "full", **wider}
-        if fewer:
-            yield {"ac.mode": "full", **wider, "train.local_batch": 1}
-        if times <= 8:
-            split = {key: value for key, value in wider.items() if key != "parallel.dp_shard"}
-            yield {"ac.mode": "full", "parallel.tp": sizes["tp"] * times, **split}
-
-
-def _meshes(sizes: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Twice, four times, eight times the degree of one axis, as many times less of another."""
-    for source, targets in {"dp_shard": ("tp", "cp", "pp"), "dp_replicate": ("dp_shard", "tp", "pp")}.items():
-        for target in targets:
-            for times in (2, 4, 8):
-                if sizes[source] % times == 0:
-                    yield {f"parallel.{target}": sizes[target] * times, f"parallel.{source}": sizes[source] // times}

@@ -89,11 +89,12 @@ def _pipeline(
     parallel: schema.Parallel, of: Shape, mesh: Mesh, *, seq_len: int, local_batch: int, microbatches: int
 ) -> dict[str, Any]:
     """What a job says of its pipeline: cut as ``pipeline.plan.make`` cuts it, a schedule from a file simulated."""
-    bubble = None
+    bubble, held = None, ()
     if parallel.pp_schedule_csv is not None:
         grid = actions.read(Path(parallel.pp_schedule_csv).expanduser())
         placed = actions.placement(grid)
         timeline = simulate(actions.orders(grid), stages=len(placed))
+        held = tuple(map(actions.most_held, actions.orders(grid)))
         unit = 3.0 * len(placed) / mesh.pp  # a forward and a backward of all stages of a rank
         bubble = timeline.length / unit - microbatches
     else:
@@ -102,8 +103,8 @@ def _pipeline(
     counts = _stages(parallel, of, len(placed), seq_len=seq_len)
     return {
         "local_batch": local_batch * microbatches, "microbatches": microbatches, "schedule": parallel.pp_schedule,
-        "stages_per_rank": len(placed) // mesh.pp, "bubble": bubble, "owners": tuple(placed),
-        "stage_layers": tuple(counts),
+        "stages_per_rank": len(placed) // mesh.pp, "bubble": bubble, "held": held,
+        "owners": tuple(placed), "stage_layers": tuple(counts),
     }
 
 

@@ -44,7 +44,8 @@ class Device:
         bf16_shape, fp8_shape: s of ``cost.gemm_seconds`` (elements); that of float8 is as many times larger as its
             rate is, where it was not measured. memory_share: of the bandwidth, reached by passes over memory.
         cast_bytes: moved to cast an element to float8: (tensorwise, rowwise); None: as fitted.
-        basis: where the rates come from: measured, fitted (to published runs), datasheet (shares of it), given.
+        basis: where the rates come from: measured, calibrated (by a command, on one), fitted (to published runs),
+            datasheet (shares of it), given.
     """
 
     name: str
@@ -157,7 +158,8 @@ class Job:
         local_batch: sequences per data rank and forward; under pp those of all microbatches together.
         accumulation: forwards per step and data rank. microbatches: of one forward under pp.
         schedule: of the pipeline. stages_per_rank: of it. bubble: its idle time in forwards-and-backwards of one
-            microbatch; None: as ``step.BUBBLES`` says.
+            microbatch; None: as ``step.BUBBLES`` says. held: of a schedule from a file, forwards whose activations
+            each rank keeps at most.
         stage_layers: layers of each stage; () where they are as even as can be. owners: the pipeline rank of each
             stage; () where stages go round the ranks.
         ac: none, full, selective_op, selective_layer, memory_budget. ac_every: of selective_layer. ac_budget: share of
@@ -184,6 +186,7 @@ class Job:
     schedule: str = "1F1B"
     stages_per_rank: int = 1
     bubble: float | None = None
+    held: tuple[int, ...] = ()
     stage_layers: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
     ac: str = "none"

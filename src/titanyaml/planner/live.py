@@ -8,7 +8,9 @@ those after it. In a block it is where the gradients of gate, up and their produ
 
 from __future__ import annotations
 
-from titanyaml.planner import experts, memory
+import itertools
+
+from titanyaml.planner import experts, memory, moments
 from titanyaml.planner.inputs import Job
 from titanyaml.planner.shape import Block
 
@@ -61,26 +63,25 @@ class _Program:
         return found
 
     def _pipeline(self) -> dict[str, dict[str, float]]:
-        job = self.job
-        forwards = memory.forwards_held(job, self.rank) / job.stages_per_rank  # of all the rank's blocks
+        job, found = self.job, {}
         first, last = job.ends_of(self.rank)
-        whole, _ = job.params_of(self.stages)
-        gradients = self.wide * whole
-        buffers = memory.stream_buffers(job, self.stages)
-        gathered = self.narrow * whole * self.sharded
-        more = job.microbatches > forwards  # another forward comes before each backward
-        activations = sum(self.kept) + self.stream * first
-        deepest = len(self.blocks) - 1
-        work = self._work(deepest) - self.kept[deepest]  # what it keeps is counted as held
-        found = {
-            "first backward": {"activations": forwards * activations, "block": work, "gradients": 0.0},
-            "later backward": {"activations": max(0.0, forwards - (not more)) * activations, "block": work,
-                               "gradients": gradients - (self.grown - self.narrow) * self._last_matrix(deepest)},
-        }
-        if last:
-            found["loss"] = {"activations": forwards * activations, "loss": self._loss(),
-                             "gradients": gradients * (job.microbatches > 1)}
-        return {when: parts | {"transfers": gathered, "buffers": buffers} for when, parts in found.items()}
+        buffers, transfers = memory.stream_buffers(job, self.stages), memory.Transfers(job, self.stages)
+        one_forward = (sum(self.kept) + self.stream * first) / job.stages_per_rank
+        starts = list(itertools.accumulate((len(stage.blocks) for stage in self.stages), initial=0))
+        for number, moment in enumerate(moments.moments(job, self.rank)):
+            gradients, weights = transfers.gradients(moment), transfers.weights(moment)
+            at = starts[moment.stage] if moment.ends else starts[moment.stage + 1] - 1
+            gradients += self.wide * sum(job.params_of((self.stages[i],))[self.sharded] for i in moment.reduced)
+            if moment.stage in moment.grown and not moment.fresh:  # of the last matrix, before it is added up
+                gradients -= (self.grown - self.narrow) * self._last_matrix(at)
+            fixed = {"activations": moment.held * one_forward, "transfers": weights, "buffers": buffers}
+            work = self._work(at) - self.kept[at] * (not moment.ends)  # what it keeps is counted as held
+            found[f"backward {number}"] = fixed | {"block": work, "gradients": gradients}
+            if self.stages[moment.stage].last and not moment.ends:
+                found[f"loss {number}"] = fixed | {"loss": self._loss(), "gradients": gradients}
+                if job.reshard == "always" and moment.stage not in moment.idle:  # the blocks' forwards have freed them
+                    found[f"loss {number}"]["transfers"] = self.narrow * self.sharded * job.root(self.stages[-1])
+        return found
 
     def _loss(self) -> float:
         """Normed stream (gathered under tp), gradients that a chunked loss keeps, and a chunk's logits with their

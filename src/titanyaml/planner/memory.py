@@ -2,16 +2,20 @@
 
 The peak is at the start of the backward pass, or, on one data rank, where it ends. Under FSDP gradients count in full
 at that peak: what a reduce-scatter returns lives in another stream's pool, which does not reuse freed activations. With
-a pipeline the value is a lower bound: cached, fragmented blocks of many microbatches are not modelled.
+a pipeline it is the fullest of the moments of ``moments.py``, and a lower bound: cached, fragmented blocks of many
+microbatches are not modelled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from titanyaml.planner import constants, experts
+from titanyaml.planner import moments as moments_of
 from titanyaml.planner.inputs import Job, Stage
-from titanyaml.planner.operators import float8
+from titanyaml.planner.moments import ACTIVE, Moment
+from titanyaml.planner.operators import CHEAP_BUDGET, float8
 from titanyaml.planner.shape import Block
 
 GIB = 2**30
@@ -99,7 +103,7 @@ def saved_per_token(job: Job, block: Block, *, mode: str | None = None) -> float
 def _budgeted(job: Job, low: float, high: float, *, cheap: float) -> float:
     """Elements that the compiler keeps of a token under ``ac.budget``. A budget of 0.8 costs norms and product alone
     (3B on an H200: 12.2 GiB of 38.5); one of 0.5 was seen to keep 0.32."""
-    return high - cheap if job.ac_budget >= 0.7 else low + job.ac_budget**2 * (high - low)
+    return high - cheap if job.ac_budget >= CHEAP_BUDGET else low + job.ac_budget**2 * (high - low)
 
 
 def _block_backward(job: Job, block: Block) -> float:
@@ -128,16 +132,6 @@ def _loss(job: Job) -> tuple[float, float, float]:
     return _LOGIT[job.software.loss] * tokens * rows, kept, max(0, 4 - job.compute_bytes) * rows * job.shape.dim
 
 
-def forwards_held(job: Job, rank: int) -> int:
-    """Forwards of stages whose activations a pipeline rank keeps at most, by the orders of torch's schedules. Of a
-    schedule from a file: all."""
-    p, v, m = job.mesh.pp, job.stages_per_rank, job.microbatches
-    after = p - 1 - rank
-    most = {"1F1B": after + 1, "Interleaved1F1B": (v - 1) * p + 2 * after + 1,
-            "InterleavedZeroBubble": v * p, "ZBVZeroBubble": 2 * p, "DualPipeV": 2 * p + 1}
-    return m * v if job.bubble is not None else min(m * v, most.get(job.schedule, m * v))
-
-
 def stream_buffers(job: Job, stages: tuple[Stage, ...]) -> float:
     """Bytes into which torch's pipeline stages receive: one buffer for each microbatch and neighbour."""
     stream = job.slice_tokens * job.shape.dim * job.compute_bytes
@@ -145,29 +139,47 @@ def stream_buffers(job: Job, stages: tuple[Stage, ...]) -> float:
 
 
 def _parts(job: Job, *, rank: int) -> dict[str, float]:
-    mesh, stages, pipe = job.mesh, job.stages_of(rank), job.mesh.pp > 1
-    blocks = [block for stage in stages for block in stage.blocks]
-    last = any(stage.last for stage in stages)
-    logits, kept, freed = _loss(job) if last else (0.0, 0.0, 0.0)
-    inflight = forwards_held(job, rank) / job.stages_per_rank if pipe else 1
-    activations = job.tokens * sum(saved_per_token(job, block) for block in blocks) * inflight
-    if job.keeps_float8_weights and job.ac in ("none", "memory_budget"):
-        linears = [one for block in blocks for one in job.shape.linears_of(block)]
-        activations += sum(one.inputs * one.outputs for one in linears) / mesh.tp
-    if pipe and last and not job.software.in_chunks:  # bf16 logits of every microbatch are kept for the caller
-        logits += 2 * (job.microbatches - 1) * job.tokens * job.shape.vocab_size / mesh.tp
+    stages = job.stages_of(rank)
+    if job.mesh.pp > 1:
+        return _fullest(job, stages, rank=rank)
+    blocks = stages[0].blocks
+    logits, kept, freed = _loss(job)
     block = max(_block_backward(job, one) for one in set(blocks))
-    left = constants.TP_LEFTOVER.value * min(logits, block) if mesh.tp > 1 else 0.0
     parts = states(job, stages) | {
-        "activations": activations,
-        "recompute peak": max(0.0, block - logits - freed) + left,
+        "activations": saved_by(job, stages[0]) + _float8_weights(job, blocks),
+        "recompute peak": max(0.0, block - logits - freed) + _left(job, logits, block),
         "logits": logits + kept,
-        "gathered weights": _gathered(job, stages, pipe=pipe),
+        "gathered weights": _gathered(job, stages),
         "allocator": _allocator(job) * GIB,
     }
-    if pipe:
-        return parts | {"stream buffers": stream_buffers(job, stages)}
-    return _one_rank(job, parts) if mesh.token_degree == 1 else parts
+    return _one_rank(job, parts) if job.mesh.token_degree == 1 else parts
+
+
+def _fullest(job: Job, stages: tuple[Stage, ...], *, rank: int) -> dict[str, float]:
+    """A pipeline rank at its fullest moment. Over its stages the forwards that it holds count alike."""
+    blocks = [block for stage in stages for block in stage.blocks]
+    logits, kept, freed = _loss(job)
+    handed = 2 * job.tokens * job.shape.vocab_size / job.mesh.tp * (not job.software.in_chunks)  # kept for the caller
+    saved = sum(saved_by(job, stage) for stage in stages) / len(stages)
+    weights8, work = _float8_weights(job, blocks), [max(_block_backward(job, one) for one in set(stage.blocks))
+                                                    for stage in stages]
+    fixed, transfers = states(job, stages), Transfers(job, stages)
+    fixed |= {"allocator": _allocator(job) * GIB, "stream buffers": stream_buffers(job, stages)}
+    found = []
+    for moment in moments_of.moments(job, rank):
+        block, at_loss = work[moment.stage], stages[moment.stage].last and not moment.ends
+        gradients = transfers.gradients(moment)
+        parts = fixed | {
+            "activations": moment.held * saved + weights8,
+            "recompute peak": max(0.0, block - (logits + freed) * at_loss) + _left(job, logits, block) * at_loss,
+            "logits": at_loss * (logits + kept) + stages[-1].last * handed * moment.outputs,
+            "gathered weights": transfers.weights(moment), "unsharded gradients": gradients,
+        }
+        if job.mesh.token_degree == 1:  # nothing is sharded: they stay as they grow
+            reduced = sum(transfers.sizes[i] for i in moment.reduced)
+            parts |= {"gradients": gradients + wide(job) * reduced, "unsharded gradients": 0.0}
+        found.append(parts)
+    return max(found, key=lambda parts: sum(parts.values()))
 
 
 def _allocator(job: Job) -> float:
@@ -178,31 +190,87 @@ def _allocator(job: Job) -> float:
     return 0.4 if one_stream else constants.ALLOCATOR_GIB.value
 
 
+def _left(job: Job, logits: float, block: float) -> float:
+    """Bytes of the smaller of loss and block that the larger one cannot reuse, under tp."""
+    return constants.TP_LEFTOVER.value * min(logits, block) if job.mesh.tp > 1 else 0.0
+
+
+def _float8_weights(job: Job, blocks: Sequence[Block]) -> float:
+    """Bytes of the weights in float8 that blocks keep for their backward passes."""
+    if not job.keeps_float8_weights or job.ac not in ("none", "memory_budget"):
+        return 0.0
+    return sum(one.inputs * one.outputs for block in blocks for one in job.shape.linears_of(block)) / job.mesh.tp
+
+
+def saved_by(job: Job, stage: Stage) -> float:
+    """Bytes that a stage keeps of one microbatch."""
+    return job.tokens * sum(saved_per_token(job, block) * stage.blocks.count(block) for block in set(stage.blocks))
+
+
+def wide(job: Job) -> int:
+    """Bytes of a parameter in full precision, and of its summed gradient."""
+    return max(4, job.compute_bytes)
+
+
 def states(job: Job, stages: tuple[Stage, ...]) -> dict[str, float]:
     """Parameters, gradients, optimizer of a rank. One data rank stores the parameters as it computes, its optimizer the
     wide ones; gradients are summed wide."""
-    wide, narrow = max(4, job.compute_bytes), job.compute_bytes
-    whole, held = job.params_of(stages)
+    full, narrow = wide(job), job.compute_bytes
+    every, held = job.params_of(stages)
     alone = job.mesh.token_degree == 1
     if alone and job.software.weights == "masters":
         masters = job.master_bytes * (narrow < 4)
-        return {"parameters": narrow * whole, "gradients": wide * whole,
-                "optimizer": (masters + job.moment_bytes) * whole}
-    return {"parameters": wide * held, "gradients": wide * held, "optimizer": job.moment_bytes * held}
+        return {"parameters": narrow * every, "gradients": full * every,
+                "optimizer": (masters + job.moment_bytes) * every}
+    return {"parameters": full * held, "gradients": full * held, "optimizer": job.moment_bytes * held}
 
 
-def _gathered(job: Job, stages: tuple[Stage, ...], *, pipe: bool) -> float:
-    """Weights whole on this rank: the model's ends, three blocks and one block's gradients; under a pipeline all of a
-    rank's blocks, with their gradients in float32. Gathering in float8 was seen to save nothing where blocks come and
-    go (8B on 8 H100: 77.0 and 76.8 GiB; 3B on two H200: 53.3 twice)."""
+def _gathered(job: Job, stages: tuple[Stage, ...]) -> float:
+    """Weights whole on this rank: the model's ends, three blocks and one block's gradients. Gathering in float8 was
+    seen to save nothing where blocks come and go (8B on 8 H100: 77.0 and 76.8 GiB; 3B on two H200: 53.3 twice)."""
     if job.mesh.token_degree == 1:
         return 0.0
-    width = 1 if job.float8_gather and pipe else job.compute_bytes
     block = max(sum(size for _, size in job.groups(one)) for stage in stages for one in stage.blocks)
-    if pipe or job.reshard == "never":
-        return job.params_of(stages)[0] * (width + (4 if pipe else 0)) + (0 if pipe else 6 * block)
+    if job.reshard == "never":
+        return job.params_of(stages)[0] * job.compute_bytes + 6 * block
     root = sum(map(job.root, stages))
-    return job.software.root_copies * root + block * (3 * width + job.compute_bytes + 4)
+    return job.software.root_copies * root + block * (4 * job.compute_bytes + 4)
+
+
+class Transfers:
+    """What is whole on a pipeline rank, in bytes.
+
+    A backward of torch's stages leaves the weights that it gathered, and adds gradients up in float32 until the last
+    one reduces them. With ``always`` a forward frees its weights, block by block: then what is there are those of
+    backwards that no forward came after, and two blocks at work.
+
+    Args:
+        job: with pp. stages: of the rank.
+    """
+
+    def __init__(self, job: Job, stages: tuple[Stage, ...]) -> None:
+        self.job, self.stages = job, stages
+        narrow = 1 if job.float8_gather else job.compute_bytes
+        self.sizes = [job.params_of((stage,))[0] for stage in stages]
+        blocks = [[sum(size for _, size in job.groups(one)) for one in stage.blocks] for stage in stages]
+        roots = [job.compute_bytes * job.root(stage) for stage in stages]
+        self._first = [sizes[0] + job.root(stage) * stage.first for stage, sizes in zip(stages, blocks, strict=True)]
+        self._whole = [narrow * sum(sizes) + root for sizes, root in zip(blocks, roots, strict=True)]
+        self._passing = [narrow * sum(sorted(sizes)[-2:]) + root for sizes, root in zip(blocks, roots, strict=True)]
+
+    def gradients(self, moment: Moment) -> float:
+        """Those that wait for the last backward of their stage."""
+        grown = sum(self.sizes[i] for i in moment.grown) - self._first[moment.stage] * moment.fresh
+        return wide(self.job) * grown
+
+    def weights(self, moment: Moment) -> float:
+        """Those gathered."""
+        if self.job.mesh.token_degree == 1:
+            return 0.0
+        if self.job.reshard != "always":
+            return sum(sorted(self._whole)[-ACTIVE:])
+        passing = 0.0 if moment.stage in moment.idle else self._passing[moment.stage]
+        return passing + sum(self._whole[i] for i in moment.idle)
 
 
 def _one_rank(job: Job, parts: dict[str, float]) -> dict[str, float]:

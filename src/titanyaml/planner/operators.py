@@ -29,6 +29,10 @@ def float8(job: Job) -> bool:
 OWN_CAST = {"rowwise": 6 / 0.70, "tensorwise": 5 / 0.70}
 
 
+#: The least share that the compiler keeps by repeating norms and product alone (3B on an H200, 0.8 and 0.5 tried).
+CHEAP_BUDGET = 0.7
+
+
 def cast_bytes(job: Job) -> float:
     """Bytes that a cast of both layouts moves for an element."""
     tensorwise = job.quant == "float8_tensorwise"
@@ -169,6 +173,8 @@ def redone(job: Job, block: Block) -> tuple[str, ...]:
     names += [one.name for one in experts.products(job)] if block.mixture else []
     feeds = [one.name for one in shape.ffn_linears(shape.width(block))]
     names += feeds
+    if job.ac == "memory_budget":
+        return _cheapest(job, block)
     if job.ac == "selective_op":
         names = names[0::2] if job.software.keeps_even else names[1::2]
     elif job.ac not in ("full", "selective_layer"):
@@ -176,19 +182,45 @@ def redone(job: Job, block: Block) -> tuple[str, ...]:
     return tuple(name for name in names if not feeds or name != feeds[-1])
 
 
+def _cheapest(job: Job, block: Block) -> tuple[str, ...]:
+    """What a budget repeats beside cheap passes: products in the order of what they cost for a byte, attention last.
+
+    As ``memory.saved_per_token`` keeps the square of a small budget, this repeats what makes up for the rest.
+    """
+    if job.ac_budget >= CHEAP_BUDGET:
+        return ()
+    shape = job.shape
+    d, q, k, f = shape.dim, shape.query_dim, shape.kv_dim, shape.width(block)
+    sizes = {"w1": f * shape.gated, "w3": f, "wv": k, "wk": k, "wq": q, "wo": d, "attention": q}
+    if block.mixture:
+        each = shape.mixture.top_k * shape.mixture.ffn_dim
+        sizes = {"experts.w1": each, "experts.w3": each} | sizes
+        f += each
+    kept = job.ac_budget**2 * (3 * d + 2 * q + 2 * k + (3 if shape.gated else 2) * f)  # of all that a block saves
+    spare, names = sum(sizes.values()) - kept, []
+    for name, size in sizes.items():
+        if spare > 0 and size:
+            names.append(name)
+            spare -= size
+    return tuple(names)
+
+
 def block_recompute(job: Job, block: Block) -> list[Operator]:
     """What the backward pass of one recomputed block does again.
 
     ``full`` repeats attention; ``selective_op`` keeps it. ``memory_budget`` is a compiler's choice: taken as the cheap
-    passes alone.
+    passes, and below ``CHEAP_BUDGET`` as what costs least for a byte. It never repeats a transfer.
     """
     if job.ac == "none":
         return []
-    if job.ac == "memory_budget":  # within kernels of the backward pass, which write what was not kept
-        d, _, f = _widths(job, block)
-        return [Pass("norms and product again", "elementwise", job.compute_bytes * (2.0 * d + f))]
     again = redone(job, block)
     linears = tuple(one for one in job.shape.linears_of(block) if one.name in again)
+    if job.ac == "memory_budget":  # within kernels of the backward pass, which write what was not kept
+        d, _, f = _widths(job, block)
+        passes = [Pass("norms and product again", "elementwise", job.compute_bytes * (2.0 * d + f))]
+        mixed = [one for one in experts.products(job) if one.name in again] if block.mixture else []
+        attention = [_attention(job, block, backward=False)] * ("attention" in again)
+        return [*passes, *_products(job, linears), *_casts(job, linears), *mixed, *attention]
     full = job.ac != "selective_op"
     gather = _tp(job, "all_gather", float8=_travels_in_float8(job)) if job.sequence_parallel else []
     scatter = [] if not full and job.software.keeps_scattered else _tp(job, "reduce_scatter")

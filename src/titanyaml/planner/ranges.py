@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from titanyaml.planner.inputs import Job
+from titanyaml.planner.operators import CHEAP_BUDGET
 
 #: Recipes and schedules of which somebody's run is among the rows that the planner is held to.
 _RECIPES = ("none", "float8_tensorwise", "float8_rowwise")
 _SCHEDULES = ("1F1B", "Interleaved1F1B")
+#: Devices of the largest published run, and eight times as many.
+_LARGEST, _WIDE = 512, 4096
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,13 @@ def _device(job: Job) -> str:
     return f"the rates of {job.device.name} are shares of its datasheet: nothing was measured on one"
 
 
+def _calibrated(job: Job) -> str:
+    if "calibrated" not in (job.device.basis, job.network.basis):
+        return ""
+    return ("calibrated rates: of 98 published runs 94 are planned within 25 %, the median error is 7.5 %, the worst "
+            "37 %")
+
+
 def _given(job: Job) -> str:
     return f"the rates of {job.device.name} are as given" if job.device.basis == "given" else ""
 
@@ -44,8 +54,13 @@ _REASONS = (
                        "loads of experts are taken as even, which only a run can tell, and no mixture was measured")),
     Reason(0.30, _when(lambda job: job.tokens < 4096, "few tokens a forward do not fill the device")),
     Reason(0.25, _device),
-    Reason(0.25, _when(lambda job: job.ac == "memory_budget" and job.ac_budget < 0.7,
-                       "what the compiler repeats for a budget below 0.7 is not counted: attention, in the end all")),
+    Reason(0.30, _when(lambda job: job.mesh.world_size > _WIDE, f"nothing on more than {_WIDE} devices was measured")),
+    Reason(0.25, _calibrated),
+    Reason(0.25, _when(lambda job: job.ac == "memory_budget" and job.ac_budget < CHEAP_BUDGET,
+                       f"what the compiler repeats for a budget below {CHEAP_BUDGET} is counted as the cheapest for a "
+                       "byte, and was not measured")),
+    Reason(0.20, _when(lambda job: _LARGEST < job.mesh.world_size <= _WIDE,
+                       f"no published run has more than {_LARGEST} devices")),
     Reason(0.20, _links),
     Reason(0.20, _when(lambda job: job.quant not in _RECIPES, "this float8 recipe was never measured")),
     Reason(0.20, _when(lambda job: job.mesh.pp > 1 and job.schedule not in _SCHEDULES or job.bubble is not None,

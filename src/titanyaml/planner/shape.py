@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 
@@ -149,8 +150,7 @@ class Shape:
 
     def local_block(self, block: Block, tp: int) -> float:
         """Parameters of a block on a tp rank, without experts: norms and router are whole everywhere."""
-        split = sum(one.inputs * one.outputs for one in self.linears_of(block))
-        return split / tp + self.norm_params + (self.router_params if block.mixture else 0)
+        return _local_block(self, block, tp)
 
     def local_root(self, tp: int, *, first: bool = True, last: bool = True) -> float:
         """Parameters of embedding (first), head and final norm (last) on a tp rank; a tied weight is on both."""
@@ -175,3 +175,10 @@ class Shape:
         """As ``models.protocol.ModelFacts.flops_per_token``: the convention of MFU."""
         embedding = 0 if self.tied else self.vocab_size * self.dim
         return 6 * (self.num_active_params - embedding) + 12 * self.num_layers * self.query_dim * seq_len
+
+
+@functools.cache
+def _local_block(shape: Shape, block: Block, tp: int) -> float:
+    """Kept: a plan asks for every block of every pipeline rank, and a search plans thousands."""
+    split = sum(one.inputs * one.outputs for one in shape.linears_of(block))
+    return split / tp + shape.norm_params + (shape.router_params if block.mixture else 0)

@@ -77,12 +77,12 @@ def calibrate(run: RunDir, env: Env) -> None:
         return
     spec, cluster = profile.shipped_device(name)
     known = {key: value for key, value in vars(spec).items() if key in ("peak_bf16_tflops", "power_w") and value}
-    values: dict[str, Any] = {"name": f"{name}_calibrated", "basis": "measured", **known, **found}
+    values: dict[str, Any] = {"name": f"{name}_calibrated", "basis": "calibrated", **known, **found}
     chosen = next(iter(profile.shipped("hardware", name).get("defaults", [{}])[0].values()), None)
     option = f"{name}_calibrated"
     if links:
         joined = {key: value for key, value in vars(cluster).items() if value is not None}
-        hosts = {"name": option, "basis": "measured", "gpus_per_host": max(cluster.gpus_per_host, env.world_size)}
+        hosts = {"name": option, "basis": "calibrated", "gpus_per_host": max(cluster.gpus_per_host, env.world_size)}
         _write(run, "cluster", option, joined | hosts | links, "links between the ranks of one host measured")
         chosen = option
     if chosen:

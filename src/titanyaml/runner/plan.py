@@ -74,10 +74,12 @@ def _record(config: Config, made: Plan) -> dict[str, Any]:
         remarks.append("quant.emulate is planned as if nothing were cast: it is slower than bfloat16")
     ways = changes.changes(config, made)
     if not made.fits:
-        remarks[0] += ". What fits: " + ("; ".join(map(_way, ways)) or "none of the changes that were tried")
+        told = "; ".join(map(_way, ways.found))
+        remarks[0] += f". What fits: {told}" * bool(told)
+        remarks[1:1] = [few] if (few := ways.few()) else []
     return {"model": config.model.name, "mesh_name": searching.name(mesh), **made.record(), "budget": spent,
             "tokens_per_day": spent["tokens_per_day"], "gpu_hours": spent["gpu_hours"], "cost": spent["cost"],
-            "changes": [asdict(way) for way in ways], "warnings": remarks}
+            "changes": [asdict(way) for way in ways.found], "warnings": remarks}
 
 
 def _way(way: changes.Change) -> str:

@@ -45,7 +45,7 @@ def settle(config: Config, env: Env) -> tuple[Config, Choice | None]:
     choice = planned.choose(config, job, limit_gib=limit_gib, why=why)
     settled = planned.concrete(config, choice)
     if not choice.fits:
-        ways = changes.changes(settled, choice.plan, limit_gib=choice.limit_gib, hardware=spec, cluster=links)
+        ways = changes.changes(settled, choice.plan, limit_gib=choice.limit_gib, hardware=spec, cluster=links).found
         raise planned.refusal(choice, ways)
     return settled, choice
 

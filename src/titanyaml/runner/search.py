@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +54,13 @@ def run(arguments: Sequence[str], master: DictConfig, loader: Any, launcher: Any
     Raises:
         ConfigError: a value that is wrong whatever is chosen, no number of ranks, or nothing that fits.
     """
+    if not 1 <= jobs <= searching.BEST:
+        raise ConfigError([Problem("hydra.sweeper.jobs", f"is {jobs}", f"1 .. {searching.BEST}, of the best that a "
+                                   "search lists", "hydra.sweeper.jobs=1")])
     composing = hydra_hook.Loader(loader, master.hydra.job.config_name)
-    typed = sort_out([composing.parse(text) for text in arguments])
+    overrides = [composing.parse(text) for text in arguments]
+    typed = sort_out(overrides)
+    _check_values(overrides, composing)
     found, total = [], Result()
     for base in typed.bases:
         config = _base(base, typed, composing)
@@ -108,6 +114,20 @@ def sort_out(overrides: list[Override]) -> Typed:
     return Typed(given, [list(one) for one in itertools.product(*others)])
 
 
+def _check_values(overrides: list[Override], composing: hydra_hook.Loader) -> None:
+    """That each of several values can be had at all, before thousands are tried beside it.
+
+    Raises:
+        ConfigError: no such option, or a value of a wrong kind.
+    """
+    several = [override for override in overrides if override.is_sweep_override()]
+    wrong = [problem for override in several for text in override.sweep_string_iterator()
+             for problem in compose_report([f"{override.get_key_element()}={text}"], loader=composing,
+                                           multirun=True).problems]
+    if wrong:
+        raise ConfigError(wrong)
+
+
 def _base(base: list[str], typed: Typed, composing: hydra_hook.Loader) -> Config:
     """The configuration around which is searched. What only rules on chosen keys refuse is left to the candidates."""
     report = compose_report(base, loader=composing)
@@ -134,11 +154,28 @@ def _space(typed: Typed, config: Config) -> Space:
     if not named and config.launch.nproc is None:
         raise ConfigError("is null, and no mesh is given: a search must know on how many devices", key="launch.nproc",
                           hint="launch.nproc=256 or parallel=fsdp32_tp8,fsdp64_tp4")
+    _check_ranks(named, axes, config.launch.nproc)
     dimensions = {name: values for name, values in given.items() if name in _DIMENSIONS.values()}
     if dimensions.get("ac") == ("auto",):  # that is what a search does
         del dimensions["ac"]
     return Space(meshes=tuple(mesh | {axis: axes[axis][0] for axis in axes} for mesh in named) or None, axes=axes,
                  **dimensions)
+
+
+def _check_ranks(named: tuple[dict[str, int], ...], axes: dict[str, tuple[int, ...]], nproc: int | None) -> None:
+    """That meshes have as many ranks as are started.
+
+    Raises:
+        ConfigError: one has not.
+    """
+    for mesh in named:
+        sizes = mesh | {axis: axes[axis][0] for axis in axes}
+        ranks = math.prod(sizes[axis] for axis in degrees.MESH_AXES)
+        if nproc not in (None, ranks):
+            name = searching.name(sizes)
+            raise ConfigError([Problem("launch.nproc", f"is {nproc}, but parallel={name} has {ranks} ranks",
+                                       f"{ranks}, or null, for parallel={name}; or meshes of {nproc} ranks",
+                                       f"launch.nproc={ranks} or launch.nproc=null or parallel=auto")])
 
 
 def _mesh(name: str, config: Config) -> dict[str, int]:
