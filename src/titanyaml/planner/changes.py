@@ -84,21 +84,27 @@ def changes(
     while times <= candidates.most_times(config) and grown < (1 if len(tried.kinds) > NAMED else NAMED):
         grown += tried.meshes(candidates.larger(config, times), levers)
         times *= 2
-    each = 1 if len(tried.kinds) >= NAMED else NAMED
-    found = [one for kinds in tried.kinds for one in tried.fastest(kinds, made, each)]
+    each = 1 if len(tried.fitting) >= NAMED else NAMED
+    found = [one for sort in tried.fitting for one in tried.fastest(sort, made, each)]
     return Ways(_chosen(found), tried.nearest, tried.over / memory.GIB)
 
 
 class _Tried:
-    """Candidates that were planned. kinds: to those of it that fit. nearest, over: of those that do not, and bytes."""
+    """Candidates that were planned. fitting: those that fit, by their kinds and keys. nearest, over: of those that do
+    not, and bytes."""
 
     def __init__(
         self, config: Config, limit_gib: float, hardware: schema.Hardware | None, cluster: schema.Cluster | None
     ) -> None:
         self.config, self.limit = config, limit_gib * memory.GIB
         self.hardware, self.cluster = hardware, cluster
-        self.kinds: dict[frozenset[str], list[tuple[str, Job, Memory]]] = {}
+        self.fitting: dict[tuple[frozenset[str], frozenset[str]], list[tuple[str, Job, Memory]]] = {}
         self.nearest, self.over = "", float("inf")
+
+    @property
+    def kinds(self) -> set[frozenset[str]]:
+        """Of what fits."""
+        return {kinds for kinds, _ in self.fitting}
 
     def all(self, many: Iterable[Candidate]) -> None:
         """Try each."""
@@ -134,19 +140,19 @@ class _Tried:
                 self.nearest, self.over = typed, over
             return False
         if note:
-            self.kinds.setdefault(one.kinds, []).append((typed, job, room))
+            self.fitting.setdefault((one.kinds, frozenset(one.values)), []).append((typed, job, room))
         return True
 
-    def fastest(self, kinds: frozenset[str], made: Plan, number: int) -> list[Change]:
-        """So many of these kinds, over ``made``. Timed in the order of a bound, until no other can be faster."""
+    def fastest(self, sort: tuple[frozenset[str], frozenset[str]], made: Plan, number: int) -> list[Change]:
+        """So many of one sort, over ``made``. Timed in the order of a bound, until no other can be faster."""
         bounded = sorted(((job.tokens_per_step / job.mesh.world_size / step.least_seconds(job), typed, job, room)
-                          for typed, job, room in self.kinds[kinds]), key=lambda entry: -entry[0])
+                          for typed, job, room in self.fitting[sort]), key=lambda entry: -entry[0])
         best: list[Change] = []
         for most, typed, job, room in bounded:
             if len(best) == number and most <= best[-1].tps:
                 break
             tps = Plan(job, step.plan_step(job), room).tps
-            best.append(Change(typed, tps, 1 - tps / made.tps, job.mesh.world_size, tuple(sorted(kinds))))
+            best.append(Change(typed, tps, 1 - tps / made.tps, job.mesh.world_size, tuple(sorted(sort[0]))))
             best = sorted(best, key=lambda one: -one.tps)[:number]
         return best
 
