@@ -180,6 +180,8 @@ def _chosen(found: list[Change]) -> list[Change]:
         picked.setdefault("devices" if "devices" in one.kinds else "mesh" if _mesh(one) else one.kinds, one)
     for one in worth:
         picked.setdefault(_mesh(one) or one.kinds, one)
+    for one in found:
+        picked.setdefault(one.kinds, one)
     picked |= {one.typed: one for one in found}
     first = list(dict.fromkeys(picked.values()))[:NAMED]
     return sorted(first, key=lambda one: (one.slowdown, one.devices))
