@@ -4,8 +4,8 @@ The kernel reads a row twice (maximum and sum in one read: Milakov and Gimelshei
 for softmax) and writes it once. PyTorch's operators need float32 logits, their log-softmax and the gradient beside each
 other: 10 bytes a logit against 2, and five passes against three.
 
-Where several ranks hold columns of the logits, it is cut in two: ``shard_parts`` reads a rank's columns, the two numbers
-a token that it makes are gathered from all ranks, and ``sharded_cross_entropy_`` forms loss and gradient from them.
+Where several ranks hold columns of the logits, it is cut in two: ``shard_parts`` reads a rank's columns, the two
+numbers a token that it makes are gathered from all ranks, and ``sharded_cross_entropy_`` forms loss and gradient.
 
 Shapes: C tokens, V vocabulary, or this rank's columns of it; R ranks.
 """
