@@ -91,8 +91,9 @@ def on_ranks(rank: int, dtype: torch.dtype, chunk_tokens: int) -> tuple[Tensor, 
     (loss * 0.37).backward()
     with torch.no_grad():
         assert torch.equal(loss_fn(hidden, shards, labels), loss)
-        compiled = torch.compile(lambda *a: loss_fn(*a) / 3, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(hidden, shards, labels), loss / 3)
+        if dtype == torch.bfloat16:  # once is enough
+            compiled = torch.compile(lambda *a: loss_fn(*a) / 3, fullgraph=True, backend="aot_eager")
+            assert torch.equal(compiled(hidden, shards, labels), loss / 3)
     return loss.detach(), hidden.grad, shards.grad.full_tensor()
 
 
