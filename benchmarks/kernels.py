@@ -150,6 +150,45 @@ def _cross_entropy_kernel(bench: Bench) -> dict[str, Any]:
     return result
 
 
+def bench_sharded_cross_entropy(bench: Bench) -> dict[str, Any]:
+    """A chunk whose vocabulary lies on two ranks: both ranks' kernels against the whole's reference; times of one."""
+    rows, columns = min(4096, bench.tokens), bench.vocab // 2
+    whole, labels = bench.randn(rows, bench.vocab), torch.randint(bench.vocab, (rows,), device=bench.device)
+    labels[::7] = IGNORE_INDEX
+    shards = {first: whole[:, first : first + columns].contiguous() for first in (0, columns)}
+
+    def parts(first: int) -> Tensor:
+        return cross_entropy.shard_parts(shards[first], labels, first=first)
+
+    def finish(first: int, *, gradient: bool = True) -> Tensor:
+        return cross_entropy.sharded_cross_entropy_(
+            shards[first], labels, both, first=first, vocab=bench.vocab, ignore_index=IGNORE_INDEX, gradient=gradient
+        )
+
+    both = torch.stack([parts(first) for first in shards])
+    losses = [finish(first) for first in shards]
+    wanted = cross_entropy.reference_(whole, labels, ignore_index=IGNORE_INDEX, gradient=True)
+    bench.same("sharded cross_entropy: the ranks' losses", *losses)
+    result: dict[str, Any] = {
+        "rows": rows, "columns": columns,
+        "loss_distance": bench.agree("sharded cross_entropy: losses", losses[0], wanted, 1e-6),
+        "grad_distance": bench.agree("sharded cross_entropy: gradients", torch.cat([*shards.values()], 1), whole, 1e-2),
+    }
+    for block, warps in ((2048, 8), (4096, 8), (4096, 16), (8192, 16), (8192, 32)):
+        with constants(cross_entropy, BLOCK=block, WARPS=warps):
+            name, ms = f"block_{block}_warps_{warps}", (bench.ms(lambda: parts(0)), bench.ms(lambda: finish(0)))
+        for what, one, size in zip(("parts", "gradient"), ms, (2, 4), strict=True):
+            result[f"{what}_ms_{name}"] = one
+            result[f"{what}_tb_s_{name}"] = round(size * rows * columns / one / 1e9, 3)
+    result["losses_alone_ms"] = bench.ms(lambda: finish(0, gradient=False))
+    result["copy_ms"] = bench.ms(shards[0].clone)  # reads and writes what the gradient does
+    own = labels % columns
+    result["torch_ms"] = bench.ms(
+        lambda: cross_entropy.reference_(shards[0], own, ignore_index=IGNORE_INDEX, gradient=True)
+    )
+    return result
+
+
 def _split_ms(bench: Bench, state: list[Tensor], grad: Tensor, clip: Tensor, factors: adamw.Factors) -> float:
     """Milliseconds of the same update of a split master, which must be that of weight, master and moments."""
     weight, _, *moments = (tensor.clone() for tensor in state)
@@ -274,8 +313,8 @@ def bench_square_sum(bench: Bench) -> dict[str, Any]:
 
 
 PARTS = {
-    "cross_entropy": bench_cross_entropy, "adamw": bench_adamw, "float8_cast": bench_float8_cast,
-    "float8_linear": bench_float8_linear, "square_sum": bench_square_sum,
+    "cross_entropy": bench_cross_entropy, "sharded_cross_entropy": bench_sharded_cross_entropy, "adamw": bench_adamw,
+    "float8_cast": bench_float8_cast, "float8_linear": bench_float8_linear, "square_sum": bench_square_sum,
 }
 
 

@@ -19,8 +19,9 @@ chunk, D model width, V vocabulary, or this rank's rows of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +33,7 @@ from torch.utils.flop_counter import register_flop_formula
 from titanyaml.dist import compat, compat_compile
 from titanyaml.dist.tensor import TensorGroup, local, own_rows
 from titanyaml.errors import DataError, TitanError
-from titanyaml.kernels.cross_entropy import cross_entropy_
+from titanyaml.kernels.cross_entropy import cross_entropy_, shard_parts, sharded_cross_entropy_
 from titanyaml.kernels.scale import scaled
 
 #: Label of a position that has no target.
@@ -47,8 +48,8 @@ class CrossEntropy:
 
     Args:
         chunk_tokens: tokens whose logits exist at one time. ignore_index: label of positions without a target.
-        fused: use the Triton kernel where the head's weight is whole. compiled: else, the backend of torch.compile that
-            makes a graph of what comes between the products; "": none does.
+        fused: use the Triton kernels; not in float64. compiled: else, the backend of torch.compile that makes a graph
+            of what comes between the products; "": none does.
     """
 
     chunk_tokens: int
@@ -80,7 +81,7 @@ class CrossEntropy:
             hidden_BSD.flatten(0, -2), local(weight_VD), labels_BS.flatten(), self.chunk_tokens, self.ignore_index,
             torch.is_grad_enabled() and hidden_BSD.requires_grad,
             torch.is_grad_enabled() and weight_VD.requires_grad,
-            group.name, group.rank, group.size, self.fused and not group.name, self.compiled,
+            group.name, group.rank, group.size, self.fused, self.compiled,
         )
 
     def runs(self) -> str:
@@ -122,7 +123,7 @@ def chunked_cross_entropy(
 
     Args:
         group_name: process group over whose ``size`` ranks the weight's rows lie; "" where they are all here.
-        fused: use the Triton kernel: for a weight that is whole, and not in float64.
+        fused: use the Triton kernels; not in float64.
         compiled: backend of torch.compile for ``chunk_loss``; "": eager.
 
     Returns:
@@ -137,10 +138,10 @@ def chunked_cross_entropy(
         _check_labels(labels_N.where(valid_N, 0), vocab_size=weight_VD.shape[0] * size)
     grad_hidden_ND = hidden_ND.new_empty(hidden_ND.shape) if hidden_needs_grad else None
     head = _HeadGradient(weight_VD) if weight_needs_grad else None
+    group = TensorGroup(group_name, rank, size)
     if fused:
-        loss = _fused(hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, grad_hidden_ND, head)
+        loss = _fused(hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, group, grad_hidden_ND, head)
     else:
-        group = TensorGroup(group_name, rank, size)
         loss = _plain(hidden_ND, weight_VD, labels_N.where(valid_N, 0), valid_N, chunk_tokens, group, grad_hidden_ND,
                       head, compiled)
     grad_weight_VD = weight_VD.new_empty(0) if head is None else head.rounded()
@@ -205,23 +206,51 @@ def _explain(error: Exception) -> NoReturn:
 
 
 def _fused(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int, group: TensorGroup,
     grad_hidden_ND: Tensor | None, head: _HeadGradient | None,
 ) -> Tensor:
-    """``_plain`` with one buffer of logits that becomes the buffer of their gradients."""
-    tokens, needs_grad = hidden_ND.shape[0], grad_hidden_ND is not None or head is not None
-    losses_N = torch.empty(tokens, dtype=torch.float32, device=hidden_ND.device)
-    buffer_CV = hidden_ND.new_empty(min(chunk_tokens, tokens), weight_VD.shape[0])
-    for start in range(0, tokens, chunk_tokens):
-        rows = slice(start, start + chunk_tokens)
-        hidden_CD = hidden_ND[rows]
-        logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=buffer_CV[: hidden_CD.shape[0]])
-        losses_N[rows] = cross_entropy_(logits_CV, labels_N[rows], ignore_index=ignore_index, gradient=needs_grad)
+    """``_plain`` with buffers of logits that become buffers of their gradients."""
+    losses_N = torch.empty(hidden_ND.shape[0], dtype=torch.float32, device=hidden_ND.device)
+    options = {"ignore_index": ignore_index, "gradient": grad_hidden_ND is not None or head is not None}
+    rows = weight_VD.shape[0]
+    for chunk, logits_CV, parts in _chunk_logits(hidden_ND, weight_VD, labels_N, chunk_tokens, group):
+        if parts is None:
+            losses_N[chunk] = cross_entropy_(logits_CV, labels_N[chunk], **options)
+        else:
+            losses_N[chunk] = sharded_cross_entropy_(
+                logits_CV, labels_N[chunk], compat.wait(parts).view(group.size, 2, -1), first=group.rank * rows,
+                vocab=group.size * rows, **options,
+            )
         if grad_hidden_ND is not None:
-            torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[rows])
+            torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[chunk])
         if head is not None:
-            head.add(logits_CV, hidden_CD)
+            head.add(logits_CV, hidden_ND[chunk])
     return losses_N.sum()
+
+
+def _chunk_logits(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, group: TensorGroup
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Of each chunk its place among the tokens, its logits, and what all ranks' ``shard_parts`` make of it.
+
+    A chunk's logits are good until the next one is asked for. The parts are on their way (None: the weight is whole):
+    they travel while the next chunk's logits are formed, in a second buffer.
+    """
+    tokens, rows = hidden_ND.shape[0], weight_VD.shape[0]
+    buffers_KCV = hidden_ND.new_empty(2 if group.name and tokens > chunk_tokens else 1, min(chunk_tokens, tokens), rows)
+
+    def started() -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        for index, start in enumerate(range(0, tokens, chunk_tokens)):
+            chunk = slice(start, min(start + chunk_tokens, tokens))
+            buffer_CV = buffers_KCV[index % len(buffers_KCV), : chunk.stop - start]
+            logits_CV, parts = torch.mm(hidden_ND[chunk], weight_VD.t(), out=buffer_CV), None
+            if group.name:
+                own_2C = shard_parts(logits_CV, labels_N[chunk], first=group.rank * rows)
+                parts = compat.start_all_gather(own_2C, group.size, group.name)
+            yield chunk, logits_CV, parts
+
+    # a pair comes when its second has started
+    return (one for one, _ in pairwise(chain(started(), (None,)))) if group.name else started()
 
 
 class _HeadGradient:

@@ -34,7 +34,7 @@ CASES = {
     "reserve_leaves_memory": (["hardware=h200", "hardware.reserve_gib=200"], "but the device has hardware.memory_gib"),
     "rates_are_below_their_peak": (["hardware=h200", "hardware.gemm_fp8_tflops=2500"],
                                    "is 2500 TFLOP/s sustained, above twice hardware.peak_bf16_tflops=989"),
-    "compiled_loss_is_torchs": (["compile.loss=true", "runner=plan", "hardware=h200", "parallel=single"],
+    "compiled_loss_is_torchs": (["compile.loss=true", "runner=plan", "hardware=h200", "parallel=tp2"],
                                 "computes the loss by a Triton kernel"),
     "compiled_optimizer_is_torchs": (["compile.optimizer=true", "kernels=fused", "runner=check"],
                                      "updates by a Triton kernel here"),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from titanyaml.config import dump
 from titanyaml.dist.env import Env
+from titanyaml.dist.mesh import ParallelDims
 from titanyaml.kernels import adamw, choice, cross_entropy
 from titanyaml.optim.fused import FusedAdamW
 from titanyaml.rundir import RunDir
+from titanyaml.runner import setup
 from titanyaml.runner.train import Trainer
 
 SIZES = ("model.vocab_size=258", "model.dim=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1",
@@ -56,3 +59,11 @@ def test_trains_alike(device, monkeypatch, compose, tmp_path: Path, batch: str) 
         ours, theirs = fused.optimizer.master(name), plain.optimizer.master(name)
         # Adam's first steps of 1e-2 are half of the initial weights: what was not updated would be far off
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_the_loss_of_tp_ranks_is_named(compose) -> None:
+    config = dump.to_dataclass(compose("parallel=tp2"))
+    for fused, said in ((True, "fused, 4096 tokens a chunk"), (False, "torch, 1024 tokens a chunk")):
+        ctx = SimpleNamespace(kernels=choice.Choice(fused, "for a test"), dims=ParallelDims(tp=2))
+        found = setup.kernels(config, ctx, SimpleNamespace(runs=lambda: "torch"))
+        assert found["cross_entropy"] == f"{said}, normalised over 2 tp ranks"

@@ -41,6 +41,8 @@ class Case:
     nodes: dict[str, dict[str, Any]]
     accumulation: int = 1
     model: dict[str, Any] | None = None
+    fused_loss: bool = False
+    steps: int = STEPS
 
     def spec(self) -> schema.Model:
         return spec(**{"vocab_size": VOCAB, "num_kv_heads": 2} | (self.model or {}))
@@ -91,11 +93,11 @@ def train(built: Built, case: Case, env: Env, inner: optim.Optimizer | None = No
     moe = built.model.spec.moe
     routing = Routing(built.model, moe, built.ctx.facts, mesh=mesh, env=env) if moe.num_experts else None
     step = TrainStep(
-        built.model, optimizer, loss_fn=CrossEntropy(chunk_tokens=12), max_norm=1.0,
+        built.model, optimizer, loss_fn=CrossEntropy(chunk_tokens=12, fused=case.fused_loss), max_norm=1.0,
         documents=built.model.spec.document_mask, env=env, adds_loss=dims.adds_loss(mesh), routing=routing,
     )
     results = []
-    for number in range(STEPS):
+    for number in range(case.steps):
         tokens = sum(valid_tokens(batches(number, case.accumulation, rank, SEQUENCES)) for rank in range(SEQUENCES))
         mine = batches(number, case.accumulation, dims.data_rank(mesh), dims.data_degree)
         results.append(step(mine, tokens=tokens, lr=1e-2))

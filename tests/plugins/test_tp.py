@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.plugins.parity import TP, VOCAB, Case, on_mesh, one_process
+from tests.plugins.parity import TP, VOCAB, WHOLE, Case, on_mesh, one_process
 from tests.plugins.small import FSDP, SEQ, build, context, spec
 from tests.ranks import run_ranks
+from titanyaml import machine
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.errors import DataError, PipelineError
 from titanyaml.loss import CrossEntropy
@@ -33,6 +34,18 @@ def test_bfloat16_weights_have_float32_masters_on_a_tp_only_mesh() -> None:
             error, usual = (got["grads"][0][name] - grad for got in (rank, expected))
             assert error.norm() < 2 * usual.norm() + 1e-3 * grad.norm(), name
     assert expected["losses"] != exact["losses"]
+
+
+@pytest.mark.skipif(bool(machine.gpus()), reason="ranks have no GPU, and kernels no interpreter")
+@pytest.mark.parametrize(("node", "model"), [(TP, {}), (WHOLE, {"tie_embeddings": True})], ids=["sequence", "tied"])
+def test_the_fused_loss_of_a_model_against_one_process_in_float64(node: dict, model: dict) -> None:
+    pytest.importorskip("triton", reason="triton cannot be imported")
+    single = dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), torch.float32)
+    expected = one_process(Case(TP2, {}, model=model, steps=1))
+    for rank in run_ranks(on_mesh, 2, Case(TP2, {"tp": node}, model=model, fused_loss=True, steps=1), single):
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        for name, grad in expected["grads"][0].items():
+            assert (rank["grads"][0][name] - grad).norm() < 1e-5 * grad.norm(), name
 
 
 def forward(rank: int, case: Case, token: int) -> str:

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.ranks import degree, is_as_shipped, world_size
+from titanyaml.config.ranks import is_as_shipped, world_size
 from titanyaml.config.view import Rule, into
 from titanyaml.errors import Problem
 
@@ -29,9 +29,9 @@ def _triton_runs(c: Any) -> bool:
     return bool(on_gpu) and c.train.compute_dtype != "float64"
 
 
-@rule("compile.loss", "kernels.name", "runner.name", "train.compute_dtype", "parallel", "launch")
+@rule("compile.loss", "kernels.name", "runner.name", "train.compute_dtype")
 def compiled_loss_is_torchs(c: Any) -> Problem | None:
-    if not c.compile.loss or not _triton_runs(c) or degree(c, "tp") != 1:
+    if not c.compile.loss or not _triton_runs(c):
         return None
     return Problem("compile.loss", f"is true, but kernels.name={c.kernels.name} computes the loss by a Triton kernel "
                    "here, of which nothing is left to compile", allowed="false; true with kernels=torch",

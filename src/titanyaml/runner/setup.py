@@ -202,12 +202,12 @@ def build_data(config: Config, env: Env, tokenizer: Tokenizer | None, *, split: 
 
 
 def loss_function(config: Config, ctx: Context) -> CrossEntropy:
-    """The configured loss. Where tp ranks share the head's rows it is the plain one.
+    """The configured loss.
 
     A fused chunk of 4096 holds 2 bytes a logit, a plain one of 1024 about 10: less memory, and a quarter of the passes
     over the head's float32 gradient.
     """
-    fused = ctx.kernels.fused and ctx.dims.tp == 1
+    fused = ctx.kernels.fused
     return CrossEntropy(chunk_tokens=config.loss.chunk_tokens or (4096 if fused else 1024), fused=fused,
                         compiled=config.compile.backend if config.compile.loss else "")
 
@@ -220,7 +220,7 @@ def fused_optimizer(config: Config, ctx: Context) -> bool:
 def kernels(config: Config, ctx: Context, optimizer: Optimizer) -> dict[str, str]:
     """What runs, for the log: operator to kernel, and ``why``."""
     choice, loss = ctx.kernels, loss_function(config, ctx)
-    sharded = "; tp ranks share the head's rows" if choice.fused and not loss.fused else ""
+    sharded = f", normalised over {ctx.dims.tp} tp ranks" if ctx.dims.tp > 1 else ""
     return {
         "why": choice.reason,
         "cross_entropy": f"{loss.runs()}, {loss.chunk_tokens} tokens a chunk{sharded}",
