@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-from tests.plugins.parity import TP, Case, cp, on_mesh, one_process, whole
-from tests.plugins.small import FSDP, context, spec
+from tests.plugins.parity import TP, Case, on_mesh, one_process, whole
+from tests.plugins.small import FSDP, LAYERS, CountOperators, batch, build, context, spec
 from tests.ranks import run_ranks
 from titanyaml import optim
 from titanyaml.config import schema
@@ -120,9 +120,8 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("case", [
     Case(FSDP2, {"fsdp": SPLIT}, accumulation=2, model={"tie_embeddings": True}),
-    Case(ParallelDims(cp=2), {"cp": cp("allgather"), "fsdp": SPLIT}),
     Case(ParallelDims(dp_shard=2, tp=2), {"tp": TP, "fsdp": SPLIT}),
-], ids=["fsdp2", "cp2", "fsdp2_tp2"])
+], ids=["fsdp2", "fsdp2_tp2"])
 def test_trains_as_one_process_with_split_masters(case: Case) -> None:
     expected, exact = one_process(case, split=True, **MIXED), one_process(case)
     for rank in run_ranks(on_mesh, case.dims.world_size, case, {"split": True, **MIXED}):
@@ -136,3 +135,19 @@ def test_trains_as_one_process_with_split_masters(case: Case) -> None:
             ", stored in bfloat16, the optimizer keeps what is missing for the float32 masters, computing in bfloat16; "
             "gradients summed in float32 after every microbatch, then rounded to bfloat16; freed after forward: all "
         ) in rank["changes"]["fsdp"].summary
+
+
+def casts(rank: int) -> dict[str, int]:
+    """Multi-tensor copies outside FSDP's own operators, in one forward."""
+    found = {}
+    for master, node in (("float32", FSDP), ("split", SPLIT)):
+        built = build({"fsdp": node}, split=master == "split", dims=FSDP2, mesh=FSDP2.build("cpu"), **MIXED)
+        with torch.no_grad(), CountOperators() as counted:
+            built.model(batch(1)[0])
+        assert counted.counts["all_gather_copy_in"] == LAYERS + 1
+        found[master] = counted.counts["_foreach_copy_"]
+    return found
+
+
+def test_weights_are_gathered_without_a_cast() -> None:
+    assert run_ranks(casts, 2) == [{"float32": LAYERS + 1, "split": 0}] * 2
