@@ -117,8 +117,13 @@ CASES = {
         ["optim=adamw_8bit", "train.param_dtype=float64", "train.compute_dtype=float64", "train.reduce_dtype=float64"],
         "is adamw_8bit, but train.param_dtype is float64",
     ),
-    "split_masters_have_bfloat16_weights": (["optim.master=split", "parallel=fsdp2"],
-                                            "is split, but with parallel.dp_shard=2 FSDP keeps float32 shards"),
+    "split_masters_have_bfloat16_weights": (["optim.master=split", "parallel=fsdp2", "train.compute_dtype=float32"],
+                                            "no weight is stored in bfloat16"),
+    "split_masters_are_on_the_device": (["optim.master=split", "parallel=fsdp2", "parallel.fsdp_cpu_offload=true"],
+                                        "weights and masters are in host memory"),
+    "float8_gather_casts_float32_shards": (
+        ["optim.master=split", "parallel=fsdp2", "quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true",
+         "quant.precompute_scale=true"], "the float32 shards are what is cast to float8"),
     "emulation_has_no_short_accumulator": (
         ["quant=float8_rowwise", "quant.emulate=true", "quant.product=own", "quant.fast_accum=true"],
         "is true, but quant.emulate=true multiplies in float32"),

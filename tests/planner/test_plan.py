@@ -88,6 +88,15 @@ def test_one_gpu_peaks_where_backward_ends(job) -> None:
     assert made.total - split.total == pytest.approx(2 * 8_030_261_248)
 
 
+def test_split_masters_halve_the_shards_of_gradients(job) -> None:
+    """Where a step has one backward pass; weights and what is missing for float32 take the four bytes of a shard."""
+    two = {"mesh": Mesh(dp_shard=2), "local_batch": 1, "ac": "full", "software": FUSED}
+    for accumulation, saved in ((1, 2), (2, 0)):
+        made, split = (memory.plan_memory(job("h200", **two, accumulation=accumulation, master_bytes=size))
+                       for size in (4, 2))
+        assert made.total - split.total == pytest.approx(saved * 8_030_261_248 / 2)
+
+
 @pytest.mark.parametrize("typed", [
     "model=llama3_8b hardware=h100_sxm parallel=fsdp8 train.local_batch=8 ac=none",
     "model=llama3_8b hardware=h100_sxm parallel=single train.local_batch=1 ac=full",

@@ -51,8 +51,10 @@ def context(model_spec: Model, **changes: Any) -> Context:
     return Context(**(values | changes))
 
 
-def build(nodes: dict[str, dict[str, Any]], *, model_spec: Model | None = None, **changes: Any) -> Built:
-    """Model on meta, pipeline, weights of seed 0; what the runner does."""
+def build(
+    nodes: dict[str, dict[str, Any]], *, model_spec: Model | None = None, split: bool = False, **changes: Any
+) -> Built:
+    """Model on meta, pipeline, weights of seed 0; what the runner does. split: masters are."""
     model_spec = model_spec or spec()
     ctx = context(model_spec, **changes)
     if ctx.compute_dtype == ctx.param_dtype == torch.float64:
@@ -61,7 +63,7 @@ def build(nodes: dict[str, dict[str, Any]], *, model_spec: Model | None = None, 
         model = decoder.build(model_spec)
     resolved = resolve(nodes, ctx)
     model, applied = run(model, resolved, ctx)
-    masters = materialise(model, device=ctx.device, seed=0, param_dtype=ctx.param_dtype)
+    masters = materialise(model, device=ctx.device, seed=0, param_dtype=ctx.param_dtype, split=split)
     return Built(model, masters, ctx, resolved, dict(applied))
 
 

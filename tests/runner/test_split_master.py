@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.plugins.parity import whole
+from tests.ranks import run_ranks
 from titanyaml.config import dump
+from titanyaml.config.schema import Config
 from titanyaml.dist.env import Env
 from titanyaml.errors import ConfigError
 from titanyaml.kernels.master import is_split
@@ -23,12 +26,16 @@ SIZES = ("model.vocab_size=258", "model.dim=16", "model.num_layers=1", "model.nu
 ALONE = Env(0, 1, 0, torch.device("cpu"), "gloo")
 
 
-def trained(path: Path, compose, master: str, steps: int, *overrides: str) -> Trainer:
-    place = RunDir(path)
-    place.path.mkdir(exist_ok=True)
-    trainer = Trainer(dump.to_dataclass(compose(
+def configured(path: Path, compose, master: str, steps: int, *overrides: str) -> Config:
+    return dump.to_dataclass(compose(
         *SIZES, f"run.dir={path}", f"optim.master={master}", f"train.steps={steps}", *overrides
-    )), place, ALONE)
+    ))
+
+
+def fit(config: Config, env: Env = ALONE) -> Trainer:
+    place = RunDir(Path(config.run.dir))
+    place.path.mkdir(exist_ok=True)
+    trainer = Trainer(config, place, env)
     try:
         trainer.fit()
     finally:
@@ -36,11 +43,16 @@ def trained(path: Path, compose, master: str, steps: int, *overrides: str) -> Tr
     return trainer
 
 
+def trained(path: Path, compose, master: str, steps: int, *overrides: str) -> Trainer:
+    return fit(configured(path, compose, master, steps, *overrides))
+
+
 def state(trainer: Trainer) -> dict[str, Tensor]:
-    """Stored weights, full-precision ones and moments."""
+    """Stored weights, full-precision ones and moments, as whole tensors."""
     optimizer = trainer.optimizer
     moments = {f"{n}.{kind}": t for n, s in optimizer.state_tensors().items() for kind, t in s.items()}
-    return dict(trainer.built.model.named_parameters()) | {f"{n}.": t for n, t in optimizer.weights().items()} | moments
+    named = dict(trainer.built.model.named_parameters()) | {f"{n}.": t for n, t in optimizer.weights().items()}
+    return {name: whole(tensor) for name, tensor in (named | moments).items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -65,6 +77,34 @@ def test_resumes_to_the_bit_and_goes_through_a_run_with_float32_masters(compose,
     back = trained(tmp_path / "back", compose, "split", 4, f"checkpoint.resume={tmp_path / 'wide'}")
     assert not same(state(back), state(straight))
     assert same(state(half), state(straight))
+
+
+def on_ranks(rank: int, *configs: Config) -> list[dict[str, Tensor]]:
+    """The state of one run after the other."""
+    trainers = [fit(config, Env.from_environ("cpu")) for config in configs]
+    assert all(map(is_split, trainers[0].built.masters.values()))
+    return [state(trainer) for trainer in trainers]
+
+
+def test_shards_resume_to_the_bit_and_change_places_with_float32_masters(compose, tmp_path: Path) -> None:
+    """259 rows and 2 ranks: uneven shards."""
+    def two(name: str, steps: int, *overrides: str) -> Config:
+        return configured(tmp_path / name, compose, "split", steps, "parallel=fsdp2", "train.local_batch=1",
+                          "model.vocab_size=259", *overrides)
+
+    several = "train.global_batch=4"  # two microbatches
+    for ranks in run_ranks(on_ranks, 2, two("straight", 4, several), two("half", 2, several), two("half", 4, several)):
+        straight, half, resumed = ranks
+        assert not same(resumed, straight) and same(half, straight)
+    # no step is left: what is read is what is written again
+    wide = trained(tmp_path / "wide", compose, "float32", 4, "model.vocab_size=259", several, "checkpoint.keep=9",
+                   f"checkpoint.resume={tmp_path / 'straight'}")
+    assert not any(map(is_split, wide.built.masters.values()))
+    assert not [name for name in same(state(wide), straight) if name.endswith(".")]
+    wide.checkpointer._at = None
+    wide._save()
+    for [back] in run_ranks(on_ranks, 2, two("back", 4, several, f"checkpoint.resume={tmp_path / 'wide'}")):
+        assert not same(back, straight)
 
 
 def test_evaluation_reads_it(compose, tmp_path: Path) -> None:

@@ -215,24 +215,38 @@ def narrow_moments_belong_to_float32(c: Any) -> Problem | None:
                    hint="optim=adamw or train.param_dtype=float32 train.compute_dtype=auto train.reduce_dtype=float32")
 
 
-@rule("optim.master", "parallel", "launch", "train.compute_dtype", "runner.name")
+@rule("optim.master", "train", "runner.name")
 def split_masters_have_bfloat16_weights(c: Any) -> Problem | None:
     """What a check cannot know of another machine's device is asked when the model is built."""
     if c.optim.master != "split":
         return None
-    degrees = {axis: degree(c, axis) for axis in ("dp_replicate", "dp_shard", "cp")}
-    if None in degrees.values():
-        return None  # another rule speaks
-    allowed = "float32; split where one data rank computes in bfloat16, and so stores its weights"
-    if math.prod(degrees.values()) > 1:
-        shown = ", ".join(f"parallel.{axis}={size}" for axis, size in degrees.items() if size > 1)
-        return Problem("optim.master", f"is split, but with {shown} FSDP keeps float32 shards: there is no bfloat16 "
-                       "weight to split from", allowed=allowed, hint="optim.master=float32")
-    dtype = c.train.compute_dtype
+    dtype, wide = c.train.compute_dtype, c.train.param_dtype == "float64"
     if dtype == "auto" and not machine.gpus() and c.runner.name not in ("plan", "check"):
         dtype = "auto, which is float32 without a GPU"
-    if dtype in ("auto", "bfloat16"):
+    narrow = "train.compute_dtype=bfloat16" + wide * " train.param_dtype=float32 train.reduce_dtype=float32"
+    allowed = "float32; split where weights are computed with, and so stored, in bfloat16"
+    if dtype not in ("auto", "bfloat16"):
+        return Problem("optim.master", f"is split, but train.compute_dtype is {dtype}: no weight is stored in bfloat16",
+                       allowed=allowed, hint=f"optim.master=float32 or {narrow}")
+    if wide:
+        return Problem("optim.master", "is split, but train.param_dtype is float64: 16 bits more than bfloat16 make "
+                       "float32", allowed=allowed, hint=f"optim.master=float32 or {narrow}")
+    return None
+
+
+@rule("optim.master", "parallel.fsdp_cpu_offload")
+def split_masters_are_on_the_device(c: Any) -> Problem | None:
+    if c.optim.master != "split" or not c.parallel.fsdp_cpu_offload:
         return None
-    wide = " train.param_dtype=float32 train.reduce_dtype=float32" if dtype == "float64" else ""
-    return Problem("optim.master", f"is split, but train.compute_dtype is {dtype}: no weight is stored in bfloat16",
-                   allowed=allowed, hint=f"optim.master=float32 or train.compute_dtype=bfloat16{wide}")
+    return Problem("optim.master", "is split, to spare memory of the device, but with parallel.fsdp_cpu_offload "
+                   "weights and masters are in host memory", allowed="float32 with parallel.fsdp_cpu_offload",
+                   hint="optim.master=float32 or parallel.fsdp_cpu_offload=false")
+
+
+@rule("optim.master", "quant.fsdp_float8_all_gather", "quant.precompute_scale")
+def float8_gather_casts_float32_shards(c: Any) -> Problem | None:
+    if c.optim.master != "split" or not c.quant.fsdp_float8_all_gather:
+        return None
+    return Problem("optim.master", "is split, but with quant.fsdp_float8_all_gather the float32 shards are what is "
+                   "cast to float8", allowed="float32 where FSDP gathers in float8",
+                   hint=f"optim.master=float32 or {_no_gather(c)}")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titanyaml.dist.tensor import local, placed_as
 
@@ -55,13 +54,12 @@ def split_off(value: Tensor, parameter: Tensor) -> Tensor:
 def whole(parameter: Tensor, master: Tensor | None) -> Tensor:
     """The value in full precision: the parameter itself or its master, both sharing memory, or a joined copy.
 
-    The copy is moved to host memory, where saving and loading want it: so the device never holds all weights a second
-    time. Only that of a DTensor stays on the device of its mesh.
+    The copy, of a DTensor its shard, is moved to host memory, where saving and loading want it: so the device never
+    holds all weights a second time.
     """
     if not is_split(master):
         return parameter if master is None else master
-    value = join(local(parameter), local(master))
-    return placed_as(value, parameter) if isinstance(parameter, DTensor) else value.cpu()
+    return placed_as(join(local(parameter), local(master)), parameter).cpu()
 
 
 @torch.no_grad()

@@ -20,7 +20,8 @@ from titanyaml.rundir import RunDir
 #: Keys, and groups of keys, that may differ.
 FREE = (
     "train.steps", "train.log_every", "train.gc_every", "validation", "checkpoint", "tracker", "hardware", "launch",
-    "sweep", "user", "ac", "pipeline.plugins.ac", "loss.chunk_tokens", "optim.master",
+    "sweep", "user", "ac", "pipeline.plugins.ac", "loss.chunk_tokens",
+    "optim.master", "pipeline.plugins.fsdp.master",
     "data.prefetch", "data.cache_dir", "profile",
     "compile.cache_dir", "pipeline.plugins.compile.cache_dir",
     "parallel.fsdp_reshard_after_forward", "pipeline.plugins.fsdp.reshard_after_forward",

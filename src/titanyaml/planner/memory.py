@@ -214,7 +214,8 @@ def wide(job: Job) -> int:
 
 def states(job: Job, stages: tuple[Stage, ...]) -> dict[str, float]:
     """Parameters, gradients, optimizer of a rank. One data rank stores the parameters as it computes, its optimizer the
-    wide ones; gradients are summed wide."""
+    wide ones; gradients are summed wide. Shards are wide, but with split masters: then they are as one data rank's, and
+    so is the gradient of a single backward pass, which FSDP rounds."""
     full, narrow = wide(job), job.compute_bytes
     every, held = job.params_of(stages)
     alone = job.mesh.token_degree == 1
@@ -222,6 +223,10 @@ def states(job: Job, stages: tuple[Stage, ...]) -> dict[str, float]:
         masters = job.master_bytes * (narrow < 4)
         return {"parameters": narrow * every, "gradients": full * every,
                 "optimizer": (masters + job.moment_bytes) * every}
+    if job.master_bytes == 2 and narrow == 2:
+        summed = job.accumulation * job.microbatches > 1 or job.software.sums_gradients
+        return {"parameters": narrow * held, "gradients": (full if summed else narrow) * held,
+                "optimizer": (job.master_bytes + job.moment_bytes) * held}
     return {"parameters": full * held, "gradients": full * held, "optimizer": job.moment_bytes * held}
 
 

@@ -26,7 +26,9 @@ class FullyShard:
     """Shard (or replicate) the parameters over the data ranks, computing in ``compute_dtype``.
 
     On one data rank nothing is sharded; parameters are then stored in ``compute_dtype`` where that is narrower than
-    ``param_dtype``, and the optimizer keeps the full-precision masters.
+    ``param_dtype``, and the optimizer keeps the full-precision masters. Shards are in ``param_dtype``; with split
+    masters they are in ``compute_dtype`` too, so that they are gathered as they are, and FSDP rounds what it has summed
+    in ``reduce_dtype`` to the dtype of the shard.
 
     Args:
         reshard_after_forward: whether gathered weights are freed after a block's forward. ``auto``: all blocks but the
@@ -36,14 +38,17 @@ class FullyShard:
             order, which gathers the next block as soon as this one's computation is queued.
         cpu_offload: weights, gradients and optimizer state live in host memory; weights visit the device for a block's
             forward and backward.
+        master: ``optim.master``: ``split``, or the master is the shard.
     """
 
     stage = "fsdp"
 
     def __init__(
-        self, *, reshard_after_forward: str = "auto", prefetch: int | None = None, cpu_offload: bool = False
+        self, *, reshard_after_forward: str = "auto", prefetch: int | None = None, cpu_offload: bool = False,
+        master: str = "float32",
     ) -> None:
         self.reshard_after_forward, self.prefetch, self.cpu_offload = reshard_after_forward, prefetch, cpu_offload
+        self.master = master
 
     def reason_off(self, ctx: Context) -> str:
         """Off where one data rank computes in the dtype of its parameters."""
@@ -79,6 +84,9 @@ class FullyShard:
     def _shard(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
         blocks = ctx.facts.blocks
         rest = [name for name in _owners(model) if not name.startswith(tuple(f"{block}." for block in blocks))]
+        narrow = self.master == "split" and ctx.compute_dtype != ctx.param_dtype
+        if narrow:
+            _store(model, ctx.compute_dtype)
         options: dict[str, Any] = {"mesh": ctx.dims.shard_mesh(ctx.mesh), "mp_policy": _policy(ctx)}
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
@@ -102,10 +110,14 @@ class FullyShard:
         freed = "all" if always else "none" if never else "all blocks but the last"
         # a pipeline's stage is gathered once, and its gradients are reduced when its last backward is done
         often = "once a step" if staged else "after every microbatch"
+        compute, rounded = dtype_name(ctx.compute_dtype), narrow and ctx.reduce_dtype != ctx.compute_dtype
         return model, Change(
-            f"{len(blocks)} blocks and {len(rest)} other modules over {_axes(ctx)}, computing in "
-            f"{dtype_name(ctx.compute_dtype)}; gradients summed in {dtype_name(ctx.reduce_dtype)} {often}; "
-            f"freed after forward: {freed}"
+            f"{len(blocks)} blocks and {len(rest)} other modules over {_axes(ctx)}, "
+            + (f"stored in {compute}, the optimizer keeps what is missing for the "
+               f"{dtype_name(ctx.param_dtype)} masters, " if narrow else "")
+            + f"computing in {compute}; gradients summed in {dtype_name(ctx.reduce_dtype)} {often}"
+            + (f", then rounded to {compute}" if rounded else "")
+            + f"; freed after forward: {freed}"
             + (f"; {self.prefetch} blocks gathered ahead" if self.prefetch else "")
             + ("; state in host memory" if self.cpu_offload else ""),
             [*blocks, *rest],
@@ -135,6 +147,7 @@ def _axes(ctx: Context) -> str:
 def _policy(ctx: Context) -> MixedPrecisionPolicy:
     """Weights gathered in the compute dtype, gradients reduced in the reduce dtype, activations left as they are.
 
+    A shard that is stored in the compute dtype is not cast: FSDP copies it into the buffer of its gather.
     Inputs are not cast: the hidden state is in the compute dtype already, and rotary tables must stay in full
     precision. Outputs are not cast: the loss is a full-precision sum.
     """
@@ -158,19 +171,26 @@ def _release(model: nn.Module, args: Any, output: Any) -> None:
 
 
 def _cast(model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
-    """Store the parameters in the compute dtype. Buffers (rotary tables) keep theirs; ties keep their one parameter."""
-    narrow: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for leaf, parameter in list(module.named_parameters(recurse=False)):
-            # new ones: assigning to .data leaves a DTensor as it is, without a word
-            if parameter not in narrow:
-                narrow[parameter] = nn.Parameter(parameter.detach().to(ctx.compute_dtype), parameter.requires_grad)
-            setattr(module, leaf, narrow[parameter])
+    """Store the parameters in the compute dtype."""
+    count = _store(model, ctx.compute_dtype)
     return model, Change(
-        f"one data rank: {len(narrow)} parameters stored in {dtype_name(ctx.compute_dtype)}, "
+        f"one data rank: {count} parameters stored in {dtype_name(ctx.compute_dtype)}, "
         f"the optimizer keeps the {dtype_name(ctx.param_dtype)} masters",
         _owners(model),
     )
+
+
+def _store(model: nn.Module, dtype: torch.dtype) -> int:
+    """Give every parameter a dtype; how many there are. Buffers (rotary tables) keep theirs; ties keep their one
+    parameter."""
+    stored: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            # new ones: assigning to .data leaves a DTensor as it is, without a word
+            if parameter not in stored:
+                stored[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+            setattr(module, leaf, stored[parameter])
+    return len(stored)
 
 
 def _owners(model: nn.Module) -> list[str]:

@@ -15,9 +15,10 @@ from torch.profiler import profile
 CLASSES = {
     "communication": r"nccl|gloo|c10d|all_?gather|all_?reduce|reduce_?scatter|all_?to_?all|broadcast_kernel|symm_mem",
     "attention": r"flash|fmha|sdpa|attention|flex_",
-    "optimizer": r"adam|multi_tensor|_foreach_|optimizer|clip_grad",
+    # torch's copies of many tensors are FSDP's into its buffers; those of an update are known by their time
+    "optimizer": r"adam|multi_tensor(?!.*(?:copyfunctor|\bcopy<))|_foreach_(?!copy)|optimizer|clip_grad",
     "gemm": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|matmul|(?:^|[:_])(?:add|b|scaled_|grouped_)?mm(?:$|_|:)|linear",
-    "casts": r"float8|fp8|e4m3|e5m2|amax|cast|quant|copy|memcpy|::to$|convert",
+    "casts": r"float8|fp8|e4m3|e5m2|amax|cast|quant|copy|chunk_cat|memcpy|::to$|convert",
 }
 OTHER = "elementwise"
 #: Name of the range of a step in which weights are updated: what runs there is the optimizer, whatever it is called.
