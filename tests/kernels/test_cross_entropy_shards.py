@@ -98,9 +98,7 @@ def on_ranks(rank: int, dtype: torch.dtype, chunk_tokens: int) -> tuple[Tensor, 
 
 
 @pytest.mark.skipif(bool(machine.gpus()), reason="ranks have no GPU, and kernels no interpreter")
-@pytest.mark.parametrize(("ranks", "dtype", "chunk_tokens"), [
-    (2, torch.float32, 4), (3, torch.float32, 1000), (2, torch.bfloat16, 7),
-], ids=str)
+@pytest.mark.parametrize(("ranks", "dtype", "chunk_tokens"), [(2, torch.float32, 4), (3, torch.bfloat16, 7)], ids=str)
 def test_loss_and_gradients_on_ranks_against_float64(ranks: int, dtype: torch.dtype, chunk_tokens: int) -> None:
     """Chunks that do and do not divide 21 tokens, so that several are under way."""
     pytest.importorskip("triton", reason="triton cannot be imported")
