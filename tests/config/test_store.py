@@ -39,9 +39,9 @@ def test_jobs_of_hydra_log_nothing_to_files(compose) -> None:
     assert hydra.output_subdir is None
 
 
-MODULES = ["build", "check", "degrees", "hydra_hook", "keys", "kinds", "nearest", "origins", "overrides",
-           "plugin_nodes", "ranks", "report", "resolvers", "rules", "schema", "search", "store", "targets",
-           "trained", "view"]
+MODULES = ["build", "check", "degrees", "hints", "hydra_hook", "keys", "kinds", "layers", "nearest", "origins",
+           "overrides", "plugin_nodes", "products", "ranks", "report", "resolvers", "rules", "schema", "search",
+           "store", "targets", "trained", "view"]
 
 
 def test_no_module_and_no_check_imports_torch() -> None:

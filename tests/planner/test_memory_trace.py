@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from titanyaml.config import products
 from titanyaml.planner import configured, live, memory, moments
 from titanyaml.runner import memory_trace
 
@@ -46,8 +47,24 @@ def test_a_pipeline_peaks_at_one_of_its_moments(configure, typed: str, rank: int
     assert real.total == pytest.approx(sum(parts.values()), rel=0.02), (parts, real)
 
 
+@pytest.mark.parametrize(("model", "mesh", "share"), [
+    (DENSE, "fsdp4", 0.25), (DENSE, "tp2", 0.25), (MIXED, "ep2", 0.75),
+])
+def test_a_share_of_the_products_takes_what_is_planned(configure, model: list[str], mesh: str, share: float) -> None:
+    config = configure(*model, f"parallel={mesh}", "ac=selective_op", f"ac.keep_products={share}")
+    job = configured.job(config)
+    levels = products.kept(share, blocks=job.shape.num_layers)
+    real = memory_trace.measured(config)
+    saved = [live.kept(job, block, keeps=keeps) for block, keeps in zip(job.shape.blocks, levels, strict=True)]
+    assert real.saved == pytest.approx(saved, rel=0.02)
+    _, parts = live.fullest(job)
+    assert real.peak.total == pytest.approx(sum(parts.values()), rel=0.02), (parts, real.peak)
+
+
 @pytest.mark.parametrize(("model", "typed"), [
-    (DENSE, "parallel=single ac=none"), (DENSE, "parallel=tp2 ac=selective_op"), (DENSE, "parallel=cp2 ac=none"),
+    (DENSE, "parallel=single ac=none"), (DENSE, "parallel=tp2 ac=selective_op"),
+    (DENSE, "parallel=single ac=selective_op ac.keep_products=0"),
+    (DENSE, "parallel=tp2 ac=selective_op ac.keep_products=1"), (DENSE, "parallel=cp2 ac=none"),
     (MIXED, "parallel=single ac=none"),
 ])
 def test_a_compiled_block_keeps_what_is_planned(configure, model: list[str], typed: str) -> None:
@@ -57,4 +74,5 @@ def test_a_compiled_block_keeps_what_is_planned(configure, model: list[str], typ
     [block] = job.shape.blocks
     # cosines and sines of a cp rank's positions are picked in the forward, and belong to all blocks
     tables = 4 * config.train.seq_len // job.mesh.cp * job.shape.head_dim * (job.mesh.cp > 1)
-    assert memory_trace.compiled_block(config) - tables == pytest.approx(live.kept(job, block), rel=0.02)
+    [keeps] = products.kept(job.ac_keep, blocks=1)
+    assert memory_trace.compiled_block(config) - tables == pytest.approx(live.kept(job, block, keeps=keeps), rel=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ def chosen(config) -> planned.Choice:
 
 
 @pytest.mark.parametrize(("gib", "wanted"), [
-    (None, "none"), (91, "none"), (84, "memory_budget"), (72, "selective_op"), (58, "full"),
+    (None, "none"), (91, "none"), (84, "memory_budget"), (72, "selective_op"), (58, "selective_op"), (55, "full"),
 ])
 def test_the_less_memory_the_more_is_recomputed(configure, gib, wanted) -> None:
     config = configure(*RUN, *([] if gib is None else [f"ac.memory_gib={gib}"]))
@@ -48,6 +49,24 @@ def test_the_less_memory_the_more_is_recomputed(configure, gib, wanted) -> None:
     assert config.ac.mode == config.pipeline.plugins["ac"]["mode"] == "auto", "what was asked stays"
     again = planning.plan(configured.job(concrete))
     assert again.total_gib == choice.plan.total_gib, "the plan of the concrete configuration is the one that was shown"
+
+
+def test_as_many_products_are_kept_as_fit(configure) -> None:
+    choice = chosen(configure(*RUN, "ac.memory_gib=72"))
+    assert 0.5 < choice.ac.keep_products < 1
+    assert f"ac.keep_products={choice.ac.keep_products:g}, planned 7" in choice.sentence()
+    [tight] = [option for option in choice.options if "keep_products" in option.typed and not option.fits]
+    assert tight.memory_gib - choice.plan.total_gib == pytest.approx(0.375, rel=0.01), "half a block of 3B is missing"
+    assert f"{tight.typed} would need 72." in choice.sentence()
+
+
+def test_more_kept_products_take_more_memory_and_less_time(configure) -> None:
+    job = configured.job(configure(*RUN, "ac.memory_gib=72", "parallel=fsdp2"))
+    plans = [planning.plan(replace(job, ac="selective_op", ac_keep=share)) for share in (0.0, 0.25, 0.5, 0.6071, 1.0)]
+    assert sorted(plans, key=lambda made: made.total_gib) == sorted(plans, key=lambda made: made.tps) == plans
+    stream = 2 * job.tokens * job.shape.dim * job.shape.num_layers
+    units = [made.memory.parts["activations"] / stream for made in plans]
+    assert units == pytest.approx([2, 4, 6, 6 + 4 * 6 / 28, 10], rel=0.001), "3B: of 14.7 residual streams a block"
 
 
 def test_only_the_compiler_keeps_a_budget(configure) -> None:

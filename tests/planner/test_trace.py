@@ -30,6 +30,8 @@ def check(configure: Callable, *typed: str, ranks: tuple[int, ...] = (0,)) -> No
 @pytest.mark.parametrize("typed", [
     "parallel=single ac=selective_op",
     "parallel=fsdp4 ac=full",
+    "parallel=tp2 ac=selective_op ac.keep_products=0.25",
+    "parallel=fsdp2_cp2 ac=selective_op ac.keep_products=0.75",
     "parallel=hsdp2x2 parallel.fsdp_reshard_after_forward=never",
     "parallel=tp2 ac=selective_op model.qk_norm=true",
     "parallel=tp2 parallel.tp_sequence_parallel=false model.tie_embeddings=true",
@@ -58,7 +60,7 @@ def test_plan_is_what_a_pipeline_rank_does(configure, typed: str) -> None:
 @pytest.mark.parametrize("typed", [
     "parallel=single ac=selective_op",
     "parallel=fsdp2 ac=full model.moe.shared_ffn_dim=0",
-    "parallel=ep2",
+    "parallel=ep2 ac=selective_op ac.keep_products=1",
     "parallel=fsdp4_ep2 ac=full",
     "parallel=hsdp2x2_ep2 ac=selective_op model.moe.shared_ffn_dim=0",
     "parallel=ep2_tp2 ac=full model.moe.weight_at=input",

@@ -82,6 +82,26 @@ def test_the_backward_pass_really_recomputes(mode, products, attention):
     assert counts[ATTENTION] == attention
 
 
+@pytest.mark.parametrize(("share", "products"), [
+    # four blocks: none, none and half in turn, half and all in turn, all
+    (0.0, 6 * LAYERS), (0.25, (6 + 3) * LAYERS // 2), (0.75, 3 * LAYERS // 2), (1.0, 0),
+])
+def test_a_share_of_the_products_is_kept(share, products):
+    nodes = ac("selective_op", keep_products=share)
+    plain, counts = backward_operators({}), backward_operators(nodes)
+    assert counts["mm"] - plain["mm"] == products
+    assert counts[ATTENTION] == 0, "attention is never repeated"
+    (value, grads), (expected, expected_grads) = step(build(nodes).model), step(build({}).model)
+    assert torch.equal(value, expected)
+    assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
+
+
+def test_the_change_says_how_many_blocks_keep_what():
+    assert "keep fused attention and every second matrix product and" in build(ac("selective_op")).changes["ac"].summary
+    assert "every second matrix product (in 3) or every matrix product (in 1) and recompute the rest" in \
+        build(ac("selective_op", keep_products=0.6)).changes["ac"].summary
+
+
 def test_attention_with_a_document_mask_is_kept_too():
     model = build(ac("selective_op"), model_spec=spec(document_mask=True)).model
     tokens_BS, labels_BS = batch(2)
@@ -166,8 +186,9 @@ def test_selective_layer_takes_every_kth_block_and_lists_the_others():
 def test_none_is_off_and_bad_arguments_are_problems():
     assert build(ac("none")).resolved.off == {"ac": "ac.mode is none"}
     with pytest.raises(PipelineError) as error:
-        resolve(ac("ful", every=0, budget=1.0), context(spec()))
-    assert [problem.key for problem in error.value.problems] == ["ac.mode", "ac.every", "ac.budget"]
+        resolve(ac("ful", every=0, budget=1.0, keep_products=1.1), context(spec()))
+    assert [problem.key for problem in error.value.problems] == [
+        "ac.mode", "ac.every", "ac.budget", "ac.keep_products"]
     with pytest.raises(PipelineError, match="nothing is compiled"):
         resolve(ac("memory_budget"), context(spec()))
 

@@ -102,6 +102,19 @@ def test_checkpointing_survives_compilation(counting_backend, ac, products, atte
     assert OPERATORS["backward"]["_scaled_dot_product_flash_attention_for_cpu"] == attention
 
 
+def test_blocks_that_keep_the_same_products_share_a_graph(counting_backend):
+    plain, plain_grads = step(build({}).model)
+    for counter in OPERATORS.values():
+        counter.clear()
+    pipeline = nodes("block", backend=counting_backend)
+    built = build({**pipeline, "ac": {**AC, "mode": "selective_op", "keep_products": 0.75}})
+    value, grads = step(built.model)
+    assert value.item() == pytest.approx(plain.item(), rel=1e-14) and relative(grads, plain_grads) < 1e-13
+    assert OPERATORS["backward"]["mm"] == 2 * 2 * 7 + 3, "one graph repeats every second product, the other none"
+    assert OPERATORS["backward"]["_scaled_dot_product_flash_attention_for_cpu"] == 0
+    assert dict(verify(built.model, built.resolved, built.ctx))["compile"].summary.startswith("2 graphs compiled")
+
+
 @pytest.fixture
 def budget():
     yield

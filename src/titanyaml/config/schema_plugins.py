@@ -79,6 +79,11 @@ class ActivationCheckpointing(PluginNode):
         0.8, "memory_budget: activations that a compiled graph keeps, as a share of all; the rest is recomputed",
         low=0, below=1, when=("mode", ["memory_budget"]),
     )
+    keep_products: float = key(
+        0.5, "selective_op: matrix products that are kept, as a share of all; 0.5: every second one of each block; "
+        "above, some blocks keep every one, below, some keep none",
+        low=0, high=1, when=("mode", ["selective_op"]),
+    )
     memory_gib: float | None = key(
         None, "auto: memory that a rank may reserve (GiB); null: the device's less hardware.reserve_gib and 5 %",
         above=0, when=("mode", ["auto"]),

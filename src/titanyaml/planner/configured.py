@@ -62,7 +62,7 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
     return Job(
         sizes_of, mesh, device, profile.network(cluster or config.cluster, world_size=mesh.world_size),
         software, seq_len=train.seq_len, **batches, ac=config.ac.mode, ac_every=config.ac.every,
-        ac_budget=config.ac.budget, quant=recipe, float8_gather=gathers,
+        ac_budget=config.ac.budget, ac_keep=config.ac.keep_products, quant=recipe, float8_gather=gathers,
         own_float8=own, keeps_float8_weights=own and not config.quant.force_recompute_weight,
         compiled=config.compile.mode != "none", async_tp=_async_tp(config),
         chunk_tokens=config.loss.chunk_tokens or (4096 if software.loss == "fused" else 1024),

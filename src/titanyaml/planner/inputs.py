@@ -163,7 +163,7 @@ class Job:
         stage_layers: layers of each stage; () where they are as even as can be. owners: the pipeline rank of each
             stage; () where stages go round the ranks.
         ac: none, full, selective_op, selective_layer, memory_budget. ac_every: of selective_layer. ac_budget: share of
-            activations kept.
+            activations kept. ac_keep: share of products kept by selective_op.
         quant: none or one of FLOAT8. float8_gather: FSDP gathers float8. own_float8: our own casts and products, which
             keep their inputs for the backward pass; keeps_float8_weights: and the weights.
         async_tp: collectives overlapped with products: "all_gather", "reduce_scatter".
@@ -192,6 +192,7 @@ class Job:
     ac: str = "none"
     ac_every: int = 2
     ac_budget: float = 1.0
+    ac_keep: float = 0.5
     quant: str = "none"
     float8_gather: bool = False
     own_float8: bool = False

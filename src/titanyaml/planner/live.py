@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import itertools
 
+from titanyaml.config import products
 from titanyaml.planner import experts, memory, moments
+from titanyaml.planner import kept as kept_products
 from titanyaml.planner.inputs import Job
 from titanyaml.planner.shape import Block
 
@@ -22,11 +24,13 @@ def fullest(job: Job, *, rank: int = 0) -> tuple[str, dict[str, float]]:
     return name, found[name]
 
 
-def kept(job: Job, block: Block, *, mode: str | None = None) -> float:
+def kept(job: Job, block: Block, *, mode: str | None = None, keeps: int = products.HALF) -> float:
     """Bytes that a block keeps of one microbatch: as ``memory.saved_per_token`` says, and a float32 number for each
-    query and norm."""
+    query and norm. keeps: of products, under ``selective_op``."""
     numbers = 4 * job.shape.num_heads / job.mesh.tp + 8
     small = numbers if (mode or job.ac) in ("none", "selective_op") else 0.0
+    if (mode or job.ac) == "selective_op":
+        return job.tokens * (kept_products.saved_per_token(job, block, keeps) + small)
     return job.tokens * (memory.saved_per_token(job, block, mode=mode) + small)
 
 
@@ -39,7 +43,8 @@ class _Program:
         self.narrow, self.wide = job.compute_bytes, max(4, job.compute_bytes)
         self.sharded = job.mesh.token_degree > 1
         self.grown = self.narrow if self.sharded else self.wide  # bytes of a parameter's gradient before reduction
-        self.kept = [kept(job, block) for block in self.blocks]
+        levels = products.kept(job.ac_keep, blocks=len(self.blocks))
+        self.kept = [kept(job, block, keeps=keeps) for block, keeps in zip(self.blocks, levels, strict=True)]
         self.all = [kept(job, block, mode="none") for block in self.blocks]
         self.stream = job.slice_tokens * job.shape.dim * self.narrow
         self.states = memory.states(job, self.stages)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from titanyaml.config import products
 from titanyaml.planner import constants, experts
 from titanyaml.planner.inputs import Job
 from titanyaml.planner.primitives import Attention, Collective, Gemm, Operator, Pass, width
@@ -165,9 +166,9 @@ def block_forward(job: Job, block: Block) -> list[Operator]:
     ]
 
 
-def redone(job: Job, block: Block) -> tuple[str, ...]:
+def redone(job: Job, block: Block, keeps: int = products.HALF) -> tuple[str, ...]:
     """The products that recomputation does again, by name. The last one of a feed-forward is not: no gradient needs its
-    output."""
+    output. keeps: of products, under ``selective_op``."""
     shape = job.shape
     names = [one.name for one in shape.attention_linears]
     names += [one.name for one in experts.products(job)] if block.mixture else []
@@ -175,9 +176,11 @@ def redone(job: Job, block: Block) -> tuple[str, ...]:
     names += feeds
     if job.ac == "memory_budget":
         return _cheapest(job, block)
-    if job.ac == "selective_op":
+    if job.ac == "selective_op" and keeps == products.ALL:
+        names = []
+    elif job.ac == "selective_op" and keeps == products.HALF:
         names = names[0::2] if job.software.keeps_even else names[1::2]
-    elif job.ac not in ("full", "selective_layer"):
+    elif job.ac not in ("full", "selective_layer", "selective_op"):
         names = []
     return tuple(name for name in names if not feeds or name != feeds[-1])
 
@@ -205,15 +208,16 @@ def _cheapest(job: Job, block: Block) -> tuple[str, ...]:
     return tuple(names)
 
 
-def block_recompute(job: Job, block: Block) -> list[Operator]:
-    """What the backward pass of one recomputed block does again.
+def block_recompute(job: Job, block: Block, keeps: int = products.HALF) -> list[Operator]:
+    """What the backward pass of one recomputed block does again. keeps: of products, under ``selective_op``.
 
-    ``full`` repeats attention; ``selective_op`` keeps it. ``memory_budget`` is a compiler's choice: taken as the cheap
-    passes, and below ``CHEAP_BUDGET`` as what costs least for a byte. It never repeats a transfer.
+    ``full`` repeats attention; ``selective_op`` keeps it, and casts again what kept products read in float8: counted as
+    where half of them are kept. ``memory_budget`` is a compiler's choice: taken as the cheap passes, and below
+    ``CHEAP_BUDGET`` as what costs least for a byte. It never repeats a transfer.
     """
     if job.ac == "none":
         return []
-    again = redone(job, block)
+    again = redone(job, block, keeps)
     linears = tuple(one for one in job.shape.linears_of(block) if one.name in again)
     if job.ac == "memory_budget":  # within kernels of the backward pass, which write what was not kept
         d, _, f = _widths(job, block)
@@ -221,13 +225,14 @@ def block_recompute(job: Job, block: Block) -> list[Operator]:
         mixed = [one for one in experts.products(job) if one.name in again] if block.mixture else []
         attention = [_attention(job, block, backward=False)] * ("attention" in again)
         return [*passes, *_products(job, linears), *_casts(job, linears), *mixed, *attention]
+    read = linears or [one for one in job.shape.linears_of(block) if one.name in redone(job, block)]
     full = job.ac != "selective_op"
     gather = _tp(job, "all_gather", float8=_travels_in_float8(job)) if job.sequence_parallel else []
     scatter = [] if not full and job.software.keeps_scattered else _tp(job, "reduce_scatter")
     attention = [_attention(job, block, backward=False), *_context(job, backward=False)] if full else []
     mixed = [one for one in experts.forward(job) if not isinstance(one, Gemm) or one.name in again] \
         if block.mixture else []
-    return [*gather, *_products(job, linears), *_casts(job, linears), *attention, *scatter, *mixed,
+    return [*gather, *_products(job, linears), *_casts(job, read), *attention, *scatter, *mixed,
             *gather * (job.shape.width(block) > 0), *_forward_passes(job, block)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titanyaml.planner import memory, ranges, step
+from titanyaml.planner import kept, ranges, step
 from titanyaml.planner.inputs import Job
 from titanyaml.planner.memory import GIB, Memory
 from titanyaml.planner.step import Step
@@ -87,4 +87,4 @@ class Plan:
 
 def plan(job: Job) -> Plan:
     """Plan a job."""
-    return Plan(job, step.plan_step(job), memory.plan_memory(job))
+    return Plan(job, step.plan_step(job), kept.plan_memory(job))

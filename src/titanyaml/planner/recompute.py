@@ -5,6 +5,7 @@ Both are planned; where the planner has no rates for a device, those of an H200 
 
 from __future__ import annotations
 
+import bisect
 import copy
 import math
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from titanyaml.config.schema import ActivationCheckpointing, Config
 from titanyaml.errors import ConfigError
-from titanyaml.planner import memory, step
+from titanyaml.planner import kept, memory, step
 from titanyaml.planner.changes import Change
 from titanyaml.planner.inputs import Job
 from titanyaml.planner.plan import Plan
@@ -98,9 +99,9 @@ def choose(config: Config, job: Job, *, limit_gib: float, why: str) -> Choice:
         job: of ``config``, on the device where it will run. why: of the limit.
     """
     found: list[tuple[Option, ActivationCheckpointing, Plan]] = []
-    for ac in _ways(config, job):
-        one = replace(job, ac=ac.mode, ac_every=ac.every, ac_budget=ac.budget)
-        made = Plan(one, step.plan_step(one), memory.plan_memory(one))
+    for ac in _ways(config, job, limit_gib):
+        one = replace(job, ac=ac.mode, ac_every=ac.every, ac_budget=ac.budget, ac_keep=ac.keep_products)
+        made = Plan(one, step.plan_step(one), kept.plan_memory(one))
         size, seconds = made.memory.with_margin / memory.GIB, made.step.seconds
         if ac.mode == "memory_budget":
             seconds = min(seconds, _COST * found[0][0].step_s)
@@ -114,7 +115,8 @@ def choose(config: Config, job: Job, *, limit_gib: float, why: str) -> Choice:
 def concrete(config: Config, choice: Choice) -> Config:
     """``config`` with the mode that was chosen, in its section and in the plugin's node."""
     nodes = copy.deepcopy(config.pipeline.plugins)
-    nodes["ac"] |= {name: getattr(choice.ac, name) for name in ("mode", "every", "budget", "memory_gib")}
+    names = ("mode", "every", "budget", "keep_products", "memory_gib")
+    nodes["ac"] |= {name: getattr(choice.ac, name) for name in names}
     return replace(config, ac=choice.ac, pipeline=replace(config.pipeline, plugins=nodes))
 
 
@@ -140,10 +142,12 @@ def refusal(choice: Choice, ways: list[Change]) -> ConfigError:
 def override(ac: ActivationCheckpointing) -> str:
     """What to type for it."""
     detail = {"selective_layer": f" ac.every={ac.every}", "memory_budget": f" ac.budget={ac.budget:g}"}
+    if ac.keep_products != ActivationCheckpointing().keep_products:
+        detail["selective_op"] = f" ac.keep_products={ac.keep_products:g}"
     return f"ac={ac.mode}{detail.get(ac.mode, '')}"
 
 
-def _ways(config: Config, job: Job) -> list[ActivationCheckpointing]:
+def _ways(config: Config, job: Job, limit_gib: float) -> list[ActivationCheckpointing]:
     """Concrete sections, the least recomputation first. Only Inductor keeps a budget."""
     base = replace(config.ac, memory_gib=None)
     found = [replace(base, mode="none")]
@@ -154,4 +158,22 @@ def _ways(config: Config, job: Job) -> list[ActivationCheckpointing]:
     for every in range(2, layers + 1):
         counts.setdefault(-(-layers // every), every)
     found += [replace(base, mode="selective_layer", every=every) for every in sorted(counts.values(), reverse=True)]
-    return [*found, replace(base, mode="selective_op"), replace(base, mode="full")]
+    found += [replace(base, mode="selective_op", keep_products=share) for share in _shares(job, limit_gib)]
+    return [*found, replace(base, mode="full")]
+
+
+def _shares(job: Job, limit_gib: float) -> list[float]:
+    """Of kept products, the largest first: the largest that fits, the next larger one, and every second product. The
+    steps are half blocks."""
+    half = job.shape.num_layers
+
+    def share(step: int) -> float:
+        return round(step / (2 * half), 4)
+
+    def exceeds(step: int) -> bool:
+        room = kept.plan_memory(replace(job, ac="selective_op", ac_keep=share(step)))
+        return room.with_margin / memory.GIB > limit_gib
+
+    steps = range(2 * half + 1)
+    over = bisect.bisect_left(steps, True, key=exceeds)
+    return [share(step) for step in sorted({over - 1, over, half} & set(steps), reverse=True)]

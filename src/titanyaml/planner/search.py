@@ -17,7 +17,7 @@ from typing import Any
 from titanyaml.config import degrees, ranks, rules, schema
 from titanyaml.config.schema import Config
 from titanyaml.config.view import Unknown, View
-from titanyaml.planner import configured, memory, step
+from titanyaml.planner import configured, kept, memory, step
 from titanyaml.planner.inputs import Job
 from titanyaml.planner.plan import Plan
 
@@ -93,7 +93,7 @@ def search(config: Config, space: Space) -> Result:
             continue
         result.legal += 1
         job = configured.job(candidate)
-        room = memory.plan_memory(job)
+        room = kept.plan_memory(job)
         if room.with_margin / memory.GIB <= job.device.memory_gib - job.device.reserve_gib:
             fitting.append((step.least_seconds(job) / job.tokens_per_step * job.mesh.world_size, change, job, room))
     result.fitted = len(fitting)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from titanyaml.config import products
 from titanyaml.planner import constants, operators
 from titanyaml.planner.cost import Times, bandwidth, collective_seconds, times
 from titanyaml.planner.inputs import Job, Stage
@@ -98,9 +99,10 @@ class _Parts:
     backward: Times
 
 
-def _parts(job: Job, block: Block) -> _Parts:
-    return _Parts(*(times(job, make(job, block)) for make in
-                    (operators.block_forward, operators.block_recompute, operators.block_backward)))
+def _parts(job: Job, block: Block, keeps: int) -> _Parts:
+    made = (operators.block_forward(job, block), operators.block_recompute(job, block, keeps),
+            operators.block_backward(job, block))
+    return _Parts(*(times(job, one) for one in made))
 
 
 def _recomputed(job: Job, layer: int) -> bool:
@@ -111,7 +113,9 @@ def _microbatch(job: Job, stages: tuple[Stage, ...], *, gathers: bool, regathers
     """One microbatch on a rank with these stages. gathers, regathers, reduces: whether FSDP acts in the forward, in the
     backward, at the end of a block's backward."""
     streams, blocks = _Streams(job), [block for stage in stages for block in stage.blocks]
-    parts = {block: _parts(job, block) for block in blocks}
+    kinds = list(zip(blocks, products.kept(job.ac_keep, blocks=len(blocks)), strict=True))
+    each = {kind: _parts(job, *kind) for kind in set(kinds)}
+    parts = [each[kind] for kind in kinds]
     roots = [root for stage in stages if (root := job.root(stage))]
     first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
     after_root = 0.0
@@ -122,7 +126,7 @@ def _microbatch(job: Job, stages: tuple[Stage, ...], *, gathers: bool, regathers
     begin = streams.compute
     for layer, block in enumerate(blocks):
         ready = _gather(streams, f"block {layer}", job.groups(block), after=begin) if gathers else 0.0
-        begin = streams.run(f"block {layer}", parts[block].forward, needs=max(ready, after_root))
+        begin = streams.run(f"block {layer}", parts[layer].forward, needs=max(ready, after_root))
     if last:
         streams.run("head and loss", times(job, operators.head(job)))
 
@@ -137,8 +141,8 @@ def _microbatch(job: Job, stages: tuple[Stage, ...], *, gathers: bool, regathers
         # the gather of the next block goes out before the reduction of this one
         needs, ready = ready, regather(layer - 1, max(streams.compute, ready))
         if _recomputed(job, layer):
-            streams.run(f"block {layer} recompute", parts[blocks[layer]].recompute, needs=needs, kind="recompute")
-        streams.run(f"block {layer} backward", parts[blocks[layer]].backward, needs=needs)
+            streams.run(f"block {layer} recompute", parts[layer].recompute, needs=needs, kind="recompute")
+        streams.run(f"block {layer} backward", parts[layer].backward, needs=needs)
         if reduces:
             _reduce(streams, f"block {layer}", job.groups(blocks[layer]))
     if first:
@@ -237,9 +241,9 @@ def least_seconds(job: Job) -> float:
     """A bound below ``plan_step(job).seconds``: an even share of the blocks, with nothing but what they compute and the
     transfers that they themselves wait for."""
     again = job.ac not in ("none", "selective_layer")
-    seconds = {}
+    seconds, keeps = {}, max(products.kept(job.ac_keep, blocks=len(job.shape.blocks)))
     for block in set(job.shape.blocks):
-        parts = _parts(job, block)
+        parts = _parts(job, block, keeps)
         seconds[block] = parts.forward.total + parts.backward.total + (parts.recompute.total if again else 0.0)
     return sum(seconds[block] for block in job.shape.blocks) / job.mesh.pp * job.microbatches * job.accumulation
 

@@ -7,6 +7,7 @@ module as before: nothing of a wrapper can leak into a checkpoint.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import titanyaml.kernels.context_attention  # noqa: F401 - registers its operator
+from titanyaml.config import products
 from titanyaml.dist import compat, compat_compile
 from titanyaml.dist.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
@@ -53,6 +55,8 @@ MATMULS = _operators(
 ) | _operators(torch.ops.titanyaml, "grouped_rows")
 #: Transfers whose result is no larger than what a product in front of them made: a scattered sum, an exchange of heads.
 TRANSFERS = _operators(torch.ops._c10d_functional, "reduce_scatter_tensor", "all_to_all_single")
+_KEPT = {products.NONE: "no matrix product", products.HALF: "every second matrix product",
+         products.ALL: "every matrix product"}
 
 
 class ActivationCheckpointing:
@@ -68,6 +72,8 @@ class ActivationCheckpointing:
             ``memory_budget``: torch.compile's partitioner chooses, in each compiled graph, what costs the least to
             recompute such that what is kept fits into the budget.
         every: for ``selective_layer``.
+        keep_products: for ``selective_op``, kept products as a share of all. Above 0.5 some blocks keep every one but
+            a last one whose output no gradient needs, below 0.5 some keep none; evenly spread, the others as at 0.5.
         budget: for ``memory_budget``, kept bytes as a share of what the graph would keep without recomputation; 0 is
             as ``full``.
         memory_gib: key of the same group by which ``auto`` is replaced by one of these modes before the pipeline is
@@ -78,8 +84,11 @@ class ActivationCheckpointing:
 
     stage = "ac"
 
-    def __init__(self, *, mode: str, every: int = 2, budget: float = 0.8, memory_gib: float | None = None) -> None:
-        self.mode, self.every, self.budget = mode, every, budget
+    def __init__(
+        self, *, mode: str, every: int = 2, budget: float = 0.8, keep_products: float = 0.5,
+        memory_gib: float | None = None,
+    ) -> None:
+        self.mode, self.every, self.budget, self.keep_products = mode, every, budget, keep_products
         self.wrapped: dict[str, Checkpointed] = {}
 
     def reason_off(self, ctx: Context) -> str:
@@ -87,7 +96,7 @@ class ActivationCheckpointing:
         return "ac.mode is none" if self.mode == "none" else ""
 
     def check(self, ctx: Context) -> list[Problem]:
-        """Mode, period and budget are legal; a budget is kept by the compiler."""
+        """Mode, period and shares are legal; a budget is kept by the compiler."""
         problems = []
         if self.mode not in MODES:
             problems.append(Problem("ac.mode", f"is {self.mode!r}", allowed=", ".join(MODES)))
@@ -95,6 +104,8 @@ class ActivationCheckpointing:
             problems.append(Problem("ac.every", f"is {self.every}", allowed="1 or more"))
         if not 0 <= self.budget < 1:
             problems.append(Problem("ac.budget", f"is {self.budget}", allowed="0 or more, below 1"))
+        if not 0 <= self.keep_products <= 1:
+            problems.append(Problem("ac.keep_products", f"is {self.keep_products}", allowed="0 .. 1"))
         if self.mode == "memory_budget" and "compile" not in ctx.active:
             problems.append(Problem(
                 "ac.mode", "is 'memory_budget', which the compiler keeps, but nothing is compiled",
@@ -110,16 +121,21 @@ class ActivationCheckpointing:
             return model, Change(summary, list(ctx.facts.blocks))
         period = self.every if self.mode == "selective_layer" else 1
         chosen = ctx.facts.blocks[::period]
-        contexts = functools.partial(selective_contexts, _groups(ctx)) if self.mode == "selective_op" else None
-        if contexts:
+        levels = products.kept(self.keep_products, blocks=len(chosen))
+        groups = _groups(ctx)
+        selective = self.mode == "selective_op"
+        if selective:
             compat.ignore_marks_in_recomputation()
-        for name in chosen:
+        # blocks that keep the same share one object, and so one compiled graph
+        shared = functools.cache(lambda *how: functools.partial(selective_contexts, groups, *how))
+        for name, keeps in zip(chosen, levels, strict=True):
             block = model.get_submodule(name)
+            contexts = shared(keeps, _idle(block) if keeps == products.ALL else 0) if selective else None
             block.forward = self.wrapped[name] = Checkpointed(block.forward, contexts)
         kept = "block inputs"
-        if contexts:
-            peers = " and".join(("", " what tp and cp peers sent") if _groups(ctx) else ("",))
-            kept = f"fused attention{',' if peers else ' and'} every second matrix product{peers}"
+        if selective:
+            peers = " and".join(("", " what tp and cp peers sent") if groups else ("",))
+            kept = f"fused attention{',' if peers else ' and'} {_told(levels)}{peers}"
         reason = f"selective_layer takes one block in {period}"
         return model, Change(
             f"{self.mode}: {len(chosen)} of {len(ctx.facts.blocks)} blocks keep {kept} and recompute the rest",
@@ -208,20 +224,36 @@ def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective_contexts(groups: frozenset[str] = frozenset()) -> Any:
+def _idle(block: nn.Module) -> int:
+    """The product (counted from 1) whose output no gradient needs: that of a feed-forward's last matrix, which the
+    block's sum takes as it is; 0: none, since results of experts are weighed before they are added."""
+    matrices = [parameter for parameter in block.parameters() if parameter.ndim > 1]
+    return len(matrices) if matrices[-1].ndim == 2 else 0
+
+
+def _told(levels: list[int]) -> str:
+    counts = Counter(levels)
+    if len(counts) == 1:
+        return _KEPT[levels[0]]
+    return " or ".join(f"{_KEPT[level]} (in {counts[level]})" for level in sorted(counts))
+
+
+def selective_contexts(groups: frozenset[str] = frozenset(), keeps: int = products.HALF, idle: int = 0) -> Any:
     """The pair of contexts for one forward of one block under ``selective_op``; the count starts anew each time.
 
     Args:
         groups: process groups of which the received tensors are kept (``TRANSFERS``).
+        keeps: of matrix products: ``products.NONE``, ``HALF`` or ``ALL``. idle: the one (from 1) that is not kept then.
     """
-    products = {False: 0, True: 0}  # counted apart: torch before 2.13 asks again while it recomputes
+    counts = {False: 0, True: 0}  # counted apart: torch before 2.13 asks again while it recomputes
 
     def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operator in ATTENTION or (operator in TRANSFERS and args[-1] in groups):
             return CheckpointPolicy.MUST_SAVE
         if operator in MATMULS:
-            products[ctx.is_recompute] += 1
-            if products[ctx.is_recompute] % 2 == 0:
+            counts[ctx.is_recompute] += 1
+            number = counts[ctx.is_recompute]
+            if (keeps == products.ALL and number != idle) or (keeps == products.HALF and number % 2 == 0):
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

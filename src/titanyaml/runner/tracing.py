@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanyaml.config import ranks
+from titanyaml.config import products, ranks
 from titanyaml.config.schema import Compile, Config
 from titanyaml.dist import compat
 from titanyaml.dist.env import Env
@@ -218,10 +218,11 @@ def planned(job: Job, *, pipeline_rank: int = 0) -> Work:
     work = Work()
     stages = job.stages_of(pipeline_rank)
     lists = [operators.head(job)] if any(stage.last for stage in stages) else []
-    for layer, block in enumerate(block for stage in stages for block in stage.blocks):
+    blocks = [block for stage in stages for block in stage.blocks]
+    for layer, (block, keeps) in enumerate(zip(blocks, products.kept(job.ac_keep, blocks=len(blocks)), strict=True)):
         again = job.ac != "none" and (job.ac != "selective_layer" or layer % job.ac_every == 0)
         lists += [operators.block_forward(job, block), operators.block_backward(job, block)]
-        lists += [operators.block_recompute(job, block)] if again else []
+        lists += [operators.block_recompute(job, block, keeps)] if again else []
     work.flops = job.microbatches * sum(operators.flops(one) for one in lists)
     for (axis, op), (count, size, _, _) in step.plan_rank(job, pipeline_rank).times.comm.items():
         work.comm[axis, op] = [round(count), size]
