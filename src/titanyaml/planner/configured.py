@@ -54,8 +54,6 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
     device = profile.device(hardware or config.hardware)
     # as runner/setup.py chooses kernels on a GPU with triton
     software = TITANYAML if config.kernels.name == "torch" or train.compute_dtype == "float64" else FUSED
-    if software is FUSED and mesh.tp == 1:
-        software = replace(FUSED, loss="fused")
     if recipe == "float8_tensorwise" and config.quant.product == "own":
         software = replace(software, gathers_float8=True)
     own = recipe != "none" and config.quant.product == "own"

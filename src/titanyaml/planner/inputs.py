@@ -147,7 +147,7 @@ class Software:
 
 #: This project: with plain PyTorch's kernels, and with its own.
 TITANYAML = Software("titanyaml", copies_sequence=True, keeps_scattered=True, keeps_exchanged=True)
-FUSED = replace(TITANYAML, optimizer_bytes=32.0, recast_bytes=0.0, sums_gradients=False)
+FUSED = replace(TITANYAML, loss="fused", optimizer_bytes=32.0, recast_bytes=0.0, sums_gradients=False)
 
 
 @dataclass(frozen=True)

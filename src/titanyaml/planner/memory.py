@@ -129,7 +129,10 @@ def _loss(job: Job) -> tuple[float, float, float]:
         return _LOGIT[job.software.loss] * job.tokens * rows, 0.0, 0.0
     tokens = min(job.chunk_tokens, job.tokens)
     kept = 4 * rows * job.shape.dim + job.compute_bytes * job.tokens * job.shape.dim
-    return _LOGIT[job.software.loss] * tokens * rows, kept, max(0, 4 - job.compute_bytes) * rows * job.shape.dim
+    # over tp, the next chunk's logits are formed while numbers of this one travel
+    buffers = 2 if job.software.loss == "fused" and job.mesh.tp > 1 and tokens < job.tokens else 1
+    logits = _LOGIT[job.software.loss] * tokens * rows * buffers
+    return logits, kept, max(0, 4 - job.compute_bytes) * rows * job.shape.dim
 
 
 def stream_buffers(job: Job, stages: tuple[Stage, ...]) -> float:
