@@ -104,9 +104,10 @@ def _data(ranks: int) -> dict[str, Work]:
         made[f"{name}-{recipe}-own"] = Work([*base, *quant, *_OWN], ranks)
         made[f"{name}-{recipe}"] = Work([*base, *quant], ranks, [
             *theirs, *_FLOAT8_PEER, f"--quantize.linear.float8.recipe_name={recipe}"] if recipe == "rowwise" else None)
-    made[f"{name}-tensorwise-gather"] = Work(
-        [*base, "quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true", "quant.precompute_scale=true"], ranks,
-        [*theirs, *_FLOAT8_PEER, *_GATHER_PEER])
+    for suffix, own in (("gather", []), ("own-gather", _OWN)):
+        made[f"{name}-tensorwise-{suffix}"] = Work(
+            [*base, "quant=float8_tensorwise", *own, "quant.fsdp_float8_all_gather=true",
+             "quant.precompute_scale=true"], ranks, [*theirs, *_FLOAT8_PEER, *_GATHER_PEER])
     return made
 
 

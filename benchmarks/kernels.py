@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanyaml.kernels import adamw, cross_entropy, float8_cast, float8_linear, square_sum
+from titanyaml.kernels import adamw, cross_entropy, float8_cast, float8_linear, float8_shards, float8_turn, square_sum
 from titanyaml.kernels.master import join, split_off
 from titanyaml.loss import IGNORE_INDEX, chunked_cross_entropy
 
@@ -312,9 +312,38 @@ def bench_square_sum(bench: Bench) -> dict[str, Any]:
     return result
 
 
+def bench_float8_shards(bench: Bench) -> dict[str, Any]:
+    """The shards of four blocks on one of two ranks, and the turn of a weight."""
+    shapes = [(bench.dim // 2, bench.dim)] * 2 + [(bench.ffn // 2, bench.dim)] * 3
+    shards = [bench.randn(*shape, scale=0.02, dtype=torch.float32) for _ in range(4) for shape in shapes]
+
+    def made(fused: bool) -> list[Tensor]:
+        copies = float8_shards.Float8Shards(shards, dtype=torch.bfloat16, fused=fused)
+        copies.cast(copies.largest())
+        return copies.data
+
+    result: dict[str, Any] = {"numbers": sum(shard.numel() for shard in shards)}
+    result["different_bytes"] = sum(bench.same("float8_shards", *two) for two in zip(made(True), made(False),
+                                                                                    strict=True))
+    for fused in (True, False):
+        copies = float8_shards.Float8Shards(shards, dtype=torch.bfloat16, fused=fused)
+        for programs, tile in ((256, 4096), (128, 4096), (256, 8192), (64, 8192)) if fused else ((0, 0),):
+            with constants(float8_shards, PROGRAMS=programs, TILE=tile):
+                name = f"ms_programs_{programs}_tile_{tile}" if fused else "torch_ms"
+                result[name] = bench.ms(lambda copies=copies: copies.cast(copies.largest()))
+    x = bench.randn(bench.ffn, bench.dim).to(E4M3)
+    turned = functools.partial(float8_turn.float8_turn, x, after=x)
+    bench.same("float8_turn", turned(fused=True), turned(fused=False))
+    for tile, warps in ((128, 8), (128, 4), (64, 4)):
+        with constants(float8_turn, TILE=tile, WARPS=warps):
+            result[f"turn_ms_tile_{tile}_warps_{warps}"] = bench.ms(lambda: turned(fused=True))
+    return result | {"turn_torch_ms": bench.ms(lambda: turned(fused=False)), "turn_copy_ms": bench.ms(x.clone)}
+
+
 PARTS = {
     "cross_entropy": bench_cross_entropy, "sharded_cross_entropy": bench_sharded_cross_entropy, "adamw": bench_adamw,
-    "float8_cast": bench_float8_cast, "float8_linear": bench_float8_linear, "square_sum": bench_square_sum,
+    "float8_cast": bench_float8_cast, "float8_linear": bench_float8_linear, "float8_shards": bench_float8_shards,
+    "square_sum": bench_square_sum,
 }
 
 

@@ -127,9 +127,9 @@ CASES = {
     "emulation_has_no_short_accumulator": (
         ["quant=float8_rowwise", "quant.emulate=true", "quant.product=own", "quant.fast_accum=true"],
         "is true, but quant.emulate=true multiplies in float32"),
-    "own_products_take_plain_weights": (
-        ["quant=float8_tensorwise", "quant.product=own", "quant.fsdp_float8_all_gather=true", "parallel=fsdp2"],
-        "is own, which casts weights itself"),
+    "own_float8_copies_stay_on_the_device": (
+        ["quant=float8_tensorwise", "quant.product=own", "quant.fsdp_float8_all_gather=true", "parallel=fsdp2",
+         "parallel.fsdp_cpu_offload=true"], "is own, whose float8 copies of the shards lie on the device"),
     "pipeline_keys_are_read": (["parallel=single", "parallel.pp_schedule=GPipe", "parallel.pp_stages=[2,2]"],
                                "is GPipe, but nothing reads it: parallel.pp is 1"),
     "pipeline_keys_agree": (["parallel=pp2", SCHEDULE, "parallel.pp_schedule=GPipe"],

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import CastConfig
 
+from titanyaml.kernels.float8_gather import GatheredWeight
 from titanyaml.kernels.float8_linear import Options, float8_linear, float8_operand
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -112,3 +113,26 @@ def test_compiles_without_a_graph_break(device, fused: bool, recipe: str) -> Non
     got = [[y.detach(), *torch.autograd.grad(y, (x, w), grad)]
            for y in (apart, two_layers(x, w, options), compiled(x, w, options))]
     assert all(torch.equal(a, b) for other in got[1:] for a, b in zip(other, got[0], strict=True))
+
+
+def test_a_weight_that_comes_in_float8(device) -> None:
+    """The bits of one that is cast here. Compiled it is turned in the backward pass, and only kept as it came."""
+    x, w, grad = inputs(device)
+    w, grad = w.detach()[:32].contiguous().requires_grad_(), grad[..., :32].contiguous()
+    options = Options("tensorwise", fast_accum=False, fused=True)
+    wanted = run(x, w, grad, recipe="tensorwise", fused=True)
+    data, inverse = options.cast(w.detach(), options.largest(w.detach()), turned=False)[:2]
+    gathered = nn.Parameter(GatheredWeight(data, inverse, torch.bfloat16))
+    torch._dynamo.reset()
+    kept: list[tuple[int, ...]] = []
+    compiled = torch.compile(float8_linear, fullgraph=True, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t.dtype, *t.shape)) or t, lambda t: t):
+        y = compiled(x, gathered, options)
+    assert (E4M3, 32, 48) in kept and (E4M3, 48, 32) not in kept
+    found = [[y.detach(), *torch.autograd.grad(y, (x, gathered), grad)]]
+    y = float8_linear(x, gathered, options)
+    found.append([y.detach(), *torch.autograd.grad(y, (x, gathered), grad)])
+    for got in found:
+        assert all(type(a) is Tensor and torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    with pytest.raises(NotImplementedError, match="only float8_linear reads it"):
+        gathered + 1

@@ -51,12 +51,14 @@ def own_products_are_emulated_on_a_cpu(c: Any) -> Problem | None:
                    allowed="false with quant.product=own", hint=f"quant.emulate=false or {_torchao(c)}")
 
 
-@rule("quant.product", "quant.fsdp_float8_all_gather")
-def own_products_take_plain_weights(c: Any) -> Problem | None:
-    if c.quant.product != "own" or not c.quant.fsdp_float8_all_gather:
+@rule("quant.product", "quant.fsdp_float8_all_gather", "parallel.fsdp_cpu_offload")
+def own_float8_copies_stay_on_the_device(c: Any) -> Problem | None:
+    if c.quant.product != "own" or not c.quant.fsdp_float8_all_gather or not c.parallel.fsdp_cpu_offload:
         return None
-    return Problem("quant.product", "is own, which casts weights itself, but quant.fsdp_float8_all_gather is true",
-                   allowed="torchao where FSDP gathers in float8", hint=f"{_torchao(c)} or {_no_gather(c)}")
+    return Problem("quant.product", "is own, whose float8 copies of the shards lie on the device, but "
+                   "parallel.fsdp_cpu_offload is true: the weights they are made of lie in host memory",
+                   allowed="torchao with both", hint=f"{_torchao(c)} or {_no_gather(c)} or "
+                   "parallel.fsdp_cpu_offload=false")
 
 
 def _torchao(c: Any) -> str:

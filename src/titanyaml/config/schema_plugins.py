@@ -33,7 +33,8 @@ class Quant(PluginNode):
         False, "FSDP casts weights before it gathers them: half the bytes (float8_tensorwise)", when=("recipe", FLOAT8)
     )
     precompute_scale: bool = key(
-        False, "scales of gathered weights by one reduction after each optimizer step, not one a weight",
+        False, "scales of gathered weights by one reduction after each optimizer step, not one a weight; with own "
+        "products always one, and true: weights are cast right after the step, not by its first gather",
         when=("fsdp_float8_all_gather", [True]),
     )
     force_recompute_weight: bool = key(

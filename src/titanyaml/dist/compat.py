@@ -144,6 +144,18 @@ def shard_itself(tensor: Tensor) -> Tensor:
     return tensor._local_tensor
 
 
+def wrapper(kind: type[Tensor], like: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """A tensor of a subclass ``kind`` that has no memory of its own, and looks like ``like``; dtype: None: its."""
+    return Tensor._make_wrapper_subclass(
+        kind, like.size(), strides=like.stride(), storage_offset=like.storage_offset(), dtype=dtype or like.dtype,
+        layout=like.layout, device=like.device, requires_grad=like.requires_grad,
+    )
+
+
+#: ``__torch_function__`` of a subclass that is told of operators alone (``__torch_dispatch__``).
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
 def ignore_marks_in_recomputation() -> None:
     """Let selective recomputation go around FSDP modules inside a block (torch 2.13).
 

@@ -194,7 +194,7 @@ def float8_parts_kernel(x_ptr, largest_ptr, size, TURNS: tl.constexpr, TILE: tl.
 
 
 @jit
-def _scale(largest, TOP: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr):
+def scale_of(largest, TOP: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr):
     # a comparison, not a maximum: NaN stays
     largest = tl.where(largest < SMALLEST, SMALLEST, largest)
     scale = tl.div_rn(TOP, largest)
@@ -219,20 +219,20 @@ def float8_cast_kernel(
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if PARTS == 0:
         if STRAIGHT:
-            by_row = _scale(tl.load(largest_ptr + row, mask=row < rows, other=1.0), TOP, SMALLEST, POWER_OF_2)
+            by_row = scale_of(tl.load(largest_ptr + row, mask=row < rows, other=1.0), TOP, SMALLEST, POWER_OF_2)
             tl.store(data_ptr + place, (x * by_row[:, None]).to(data_ptr.dtype.element_ty), mask=inside)
             if tl.program_id(0) == 0:
                 tl.store(inverse_ptr + row, tl.div_rn(1.0, by_row), mask=row < rows)
         if TURNED:
             by_column = tl.load(largest_ptr + rows + column, mask=column < columns, other=1.0)
-            by_column = _scale(by_column, TOP, SMALLEST, POWER_OF_2)
+            by_column = scale_of(by_column, TOP, SMALLEST, POWER_OF_2)
             turned = (x * by_column[None, :]).to(turned_ptr.dtype.element_ty)
             tl.store(turned_ptr + turned_place, tl.trans(turned), mask=turned_inside)
             if tl.program_id(1) == 0:
                 tl.store(turned_inverse_ptr + column, tl.div_rn(1.0, by_column), mask=column < columns)
     else:
         bits = tl.load(largest_ptr + tl.arange(0, PARTS)).to(tl.int32, bitcast=True)
-        scale = _scale(tl.max(bits, 0).to(tl.float32, bitcast=True), TOP, SMALLEST, POWER_OF_2)
+        scale = scale_of(tl.max(bits, 0).to(tl.float32, bitcast=True), TOP, SMALLEST, POWER_OF_2)
         first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         if STRAIGHT:
             tl.store(data_ptr + place, (x * scale).to(data_ptr.dtype.element_ty), mask=inside)

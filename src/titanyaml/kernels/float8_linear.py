@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 from titanyaml.dist import compat
 from titanyaml.dist.tensor import TensorGroup, gather_parts, scatter_parts
 from titanyaml.kernels.float8_cast import Float8, float8_cast, largest
+from titanyaml.kernels.float8_gather import GatheredWeight, gathered_parts
+from titanyaml.kernels.float8_turn import float8_turn
 
 #: ``rowwise_with_gw_hp``: rowwise, with the weight gradient in the dtype of the input.
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -38,7 +40,7 @@ class Options:
         grad_dtype: float8_e4m3fn, or float8_e5m2 with more range and one bit less precision.
         fused: cast by the Triton kernels (``float8_cast``).
         recast_weight: the backward pass reads the weight and casts it again; else its transposed float8 copy is kept
-            from the forward pass, one byte a weight.
+            from the forward pass, one byte a weight. One that is gathered in float8 is turned in the backward pass.
     """
 
     recipe: Recipe
@@ -154,7 +156,8 @@ def float8_linear(x: Tensor | Operand, w_NK: Tensor, options: Options) -> Tensor
     """x w^T in x's dtype, with gradients.
 
     Args:
-        x: [..., K], bfloat16 (on a CPU float32 too). w_NK: same dtype. On a GPU, K, N and the tokens divide by 16.
+        x: [..., K], bfloat16 (on a CPU float32 too). w_NK: same dtype, or gathered in float8 (tensorwise) for it. On a
+            GPU, K, N and the tokens divide by 16.
     """
     is_shared, (n, k) = isinstance(x, Operand), w_NK.shape
     where_made = Reductions.of(outputs=n, inputs=k, is_shared=is_shared)
@@ -170,13 +173,17 @@ class _Float8Linear(torch.autograd.Function):
         inverse_K1: Tensor | None, options: Options, gradient_where_made: bool,
     ) -> Tensor:
         ctx.options, ctx.where_made = options, gradient_where_made
-        w_NK = w_NK.contiguous()
-        w_largest = options.largest(w_NK)
-        w = options.cast(w_NK, w_largest, turned=not options.recast_weight)
-        ctx.save_for_backward(
-            *((data_KM, inverse_K1) if options.gradient_in_float8 else (x,)),
-            *((w_NK, w_largest) if options.recast_weight else (w.data_KM, w.inverse_K1)),
-        )
+        ctx.is_gathered = isinstance(w_NK, GatheredWeight)
+        if ctx.is_gathered:
+            assert not options.rowwise, "the gathered bytes have one scale"
+            kept = gathered_parts(w_NK)
+            w = Float8(*kept, None, None)
+        else:
+            w_NK = w_NK.contiguous()
+            w_largest = options.largest(w_NK)
+            w = options.cast(w_NK, w_largest, turned=not options.recast_weight)
+            kept = (w_NK, w_largest) if options.recast_weight else (w.data_KM, w.inverse_K1)
+        ctx.save_for_backward(*((data_KM, inverse_K1) if options.gradient_in_float8 else (x,)), *kept)
         y_MN = _product(data_MK, inverse_M1, w.data_MK, w.inverse_M1, fast_accum=True, dtype=x.dtype)
         return y_MN.view(*x.shape[:-1], w_NK.shape[0])
 
@@ -192,7 +199,9 @@ class _Float8Linear(torch.autograd.Function):
             grad_w = _product(grad.data_KM, grad.inverse_K1, *x, **how) if options.gradient_in_float8 else \
                 grad_y.flatten(0, -2).t() @ x[0].flatten(0, -2)
         if ctx.needs_input_grad[0]:
-            if options.recast_weight:
+            if ctx.is_gathered:
+                w = float8_turn(w, after=grad.inverse_M1, fused=options.fused)
+            elif options.recast_weight:
                 _, _, w, w_scale = options.cast(w, w_scale, straight=False)
             grad_x = _product(grad.data_MK, grad.inverse_M1, w, w_scale, **how).view(*grad_y.shape[:-1], -1)
         return grad_x, grad_w, *(None,) * 6

@@ -69,3 +69,5 @@ def store(value: Tensor, parameter: Tensor, master: Tensor | None) -> None:
         split_(local(value).to(local(master).device), local(parameter), local(master))
     elif master is not None:
         parameter.copy_(master)
+    else:  # who filled a view of it, below DTensor, has told nobody
+        torch.autograd.graph.increment_version(local(parameter))

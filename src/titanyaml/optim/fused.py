@@ -47,6 +47,8 @@ class FusedAdamW(AdamW):
                 slot.step += 1  # on the host; an empty shard counts too
                 if local(slot.weight).numel():
                     self._update_one(slot, name, local(grads[name]), clip, lr * group.lr_scale, group.weight_decay)
+                # kernels write behind torch's back; whoever keeps a copy of a weight must see that it is old
+                torch.autograd.graph.increment_version(local(slot.weight))
 
     def _update_one(
         self, slot: Slot, name: str, grad: Tensor, clip: Tensor, lr: float, weight_decay: float

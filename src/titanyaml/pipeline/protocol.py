@@ -97,7 +97,8 @@ class Transform(Protocol):
 
     - ``reason_off(ctx) -> str``: non-empty where the configuration or the device leaves nothing to do; the node is
       then dropped and the reason shown.
-    - ``verify(model, ctx) -> Change``: called once after the first step, for what is known only then.
+    - ``verify(model, ctx) -> Change | None``: called once after the first step, for what is known only then; None:
+      there is nothing to tell.
     - ``after_step(model)``: called after every update of the weights.
     """
 

@@ -119,8 +119,9 @@ def verify(model: nn.Module, resolved: Resolved, ctx: Context) -> list[tuple[str
         except ProblemsError as error:
             problems += error.problems
             continue
-        ctx.log.info("%s, after the first step: %s", name, change.summary)
-        changes.append((name, change))
+        if change is not None:
+            ctx.log.info("%s, after the first step: %s", name, change.summary)
+            changes.append((name, change))
     if problems:
         raise PipelineError(problems)
     return changes

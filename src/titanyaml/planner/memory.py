@@ -281,6 +281,17 @@ class Transfers:
         return passing + sum(self._whole[i] for i in moment.idle)
 
 
+def _converted(job: Job, blocks: list[Block]) -> float:
+    """Weights of the linear layers of blocks, on a tp rank."""
+    linears = [one for block in blocks for one in job.shape.linears_of(block)]
+    return sum(one.inputs * one.outputs for one in linears) / job.mesh.tp
+
+
+def _float8_copies(job: Job, blocks: list[Block]) -> float:
+    """The copies of a rank's shards that FSDP gathers for own products: a byte a number."""
+    return _converted(job, blocks) / job.mesh.size("shard") if job.own_float8 and job.float8_gather else 0.0
+
+
 def _one_rank(job: Job, parts: dict[str, float]) -> dict[str, float]:
     """No FSDP. The larger of two moments: all activations and no gradient but the sums of earlier forwards, or no
     activation and all gradients. One backward pass a step sums nothing up, where the optimizer's kernel is ours."""

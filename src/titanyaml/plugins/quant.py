@@ -15,9 +15,10 @@ from titanyaml import float8
 from titanyaml.config.layers import ALIGNMENT, reason_for_high_precision
 from titanyaml.dist.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
+from titanyaml.kernels.float8_gather import Float8Gather
 from titanyaml.kernels.float8_linear import Operand, Options, float8_linear, float8_operand, gathered_operand
 from titanyaml.models.layers import Linear
-from titanyaml.pipeline.protocol import Change, Context, dtype_name
+from titanyaml.pipeline.protocol import Change, Context, dtype_name, some
 
 
 class OwnProduct:
@@ -65,7 +66,8 @@ class Quantize:
             a row, all in e4m3. ``float8_rowwise_with_gw_hp``: the same, with the weight's gradient in high precision.
             ``mxfp8``: e4m3 with one scale per 32 numbers. ``none``.
         fsdp_float8_all_gather: FSDP casts weights before it gathers them (``float8_tensorwise``).
-        precompute_scale: their scales come from one reduction after each optimizer step, not from one a weight.
+        precompute_scale: their scales come from one reduction after each optimizer step, not from one a weight. With
+            own products that is so in any case, and all are cast at once: after the step, or by its first gather.
         force_recompute_weight: no float8 copy of a weight is kept from the forward to the backward pass.
         filter_fqns: parts of the names of layers that stay in high precision.
         auto_filter_small_kn: leave layers alone whose float8 product is likely to be no faster.
@@ -87,6 +89,7 @@ class Quantize:
         self.gathers, self.precomputes = fsdp_float8_all_gather, precompute_scale
         self.recasts = force_recompute_weight
         self.filter_fqns, self.auto_filter_small_kn = list(filter_fqns or []), auto_filter_small_kn
+        self.gather: Float8Gather | None = None  # of own products
 
     def reason_off(self, ctx: Context) -> str:
         """Off where the recipe is none."""
@@ -131,9 +134,36 @@ class Quantize:
             product = float8.Float8Product(self.recipe, emulate=self.emulate, recast_weight=self.recasts)
         for layer in layers.values():  # one product for all: equal blocks then share one compiled graph
             layer.product = product
-            if self.gathers:
+        summary = self._summary(len(layers), ctx)
+        if self.gathers and self.product == "own":
+            summary = f"{summary}; {self._gather(layers, ctx)}"
+        elif self.gathers:
+            for layer in layers.values():
                 layer.weight = product.gathered(layer.weight)
-        return model, Change(self._summary(len(layers), ctx), list(layers), skipped)
+        return model, Change(summary, list(layers), skipped)
+
+    def _gather(self, layers: dict[str, Linear], ctx: Context) -> str:
+        """Have FSDP gather the weights in float8, for own products; what is gathered in what.
+
+        Raises:
+            PipelineError: no weight has as many rows on each rank.
+        """
+        ranks = ctx.dims.dp_shard * ctx.dims.cp
+        self.gather, uneven = Float8Gather(dtype=ctx.compute_dtype, fused=ctx.kernels.fused), []
+        for name, layer in layers.items():
+            rows = local_shape(name, layer, ctx)[0]
+            if rows % ranks:
+                uneven.append(f"{name} ({rows} rows)")
+            else:
+                self.gather.add(layer)
+        if not self.gather.layers:
+            raise PipelineError(f"asked for, but no weight divides by {ranks} ranks: {some(uneven)}",
+                                key="quant.fsdp_float8_all_gather", hint="quant.fsdp_float8_all_gather=false")
+        when = "right after each update" if self.precomputes else "by the first gather after an update"
+        high = dtype_name(ctx.compute_dtype)
+        rest = f"{some(uneven)}, not a multiple of {ranks} ranks, and all else" if uneven else "all else"
+        return (f"FSDP gathers {len(self.gather.layers)} weights in float8, 1 byte a number, and {rest} in {high}; "
+                f"shards are cast {when} and kept, 1 byte a number")
 
     def _skipped(self, model: nn.Module, ctx: Context) -> dict[str, str]:
         """Linear layers that stay as they are, and why."""
@@ -165,14 +195,36 @@ class Quantize:
             parts.append("emulated: cast to float8, multiplied in high precision")
         elif "compile" not in ctx.active:
             parts.append("not compiled: unfused casts usually cost more than float8 gains")
-        if self.gathers:
+        if self.gathers and self.product != "own":
             parts.append("FSDP gathers them in float8" + (", scales precomputed" if self.precomputes else ""))
         return "; ".join([*parts, f"weights stay {dtype_name(ctx.param_dtype)}"])
 
     def after_step(self, model: nn.Module) -> None:
-        """Refresh the scales of weights that are gathered in float8."""
-        if self.precomputes:
+        """Refresh the scales, or the copies, of weights that are gathered in float8."""
+        if self.gather is not None:
+            self.gather.expire()
+            if self.precomputes:
+                self.gather.cast()
+        elif self.precomputes:
             float8.precompute_scales([p for p in model.parameters() if float8.is_gathered_in_float8(p)])
+
+
+    def verify(self, model: nn.Module, ctx: Context) -> Change | None:
+        """FSDP did gather every weight in float8 that it was to.
+
+        Raises:
+            PipelineError: it did not.
+        """
+        if self.gather is None:
+            return None
+        asked, found = len(self.gather.layers), self.gather.gathered
+        if found != asked:
+            raise PipelineError(
+                f"asked for, but {found} of {asked} weights were gathered in float8 in the first step",
+                key="quant.fsdp_float8_all_gather",
+                hint="quant.fsdp_float8_all_gather=false, or find the plugin that replaced the weights",
+            )
+        return Change(f"{found} weights were gathered in float8", ["*"])
 
 
 def local_shape(name: str, layer: nn.Linear, ctx: Context) -> tuple[int, int]:
