@@ -65,6 +65,7 @@ def _context(ranks: int) -> dict[str, Work]:
                                     theirs if method == "allgather" else None, 55)
         for method in ("allgather", "ulysses", "ring")
     }
+    made[f"cp{ranks}-allgather-more"] = Work([*base, *_SELECTIVE, "ac.keep_products=0.8"], ranks, theirs, 55)
     made[f"cp{ranks}-allgather-keep"] = Work([*base, *_SELECTIVE, "parallel.fsdp_reshard_after_forward=never"], ranks)
     made[f"cp{ranks}-allgather-none"] = Work([*base, "ac=none"], ranks)
     return made
@@ -99,6 +100,7 @@ def _data(ranks: int) -> dict[str, Work]:
     base, name = [*sizes, f"parallel=fsdp{ranks}", *_SELECTIVE], f"fsdp{ranks}"
     theirs = [*_PEER, *peer, f"--parallelism.data_parallel_shard_degree={ranks}"]
     made = {name: Work(base, ranks, theirs)}
+    made[f"{name}-split"] = Work([*base, "ac.keep_products=0.75", "optim.master=split"], ranks, theirs)
     for recipe in ("tensorwise", "rowwise"):
         quant = [f"quant=float8_{recipe}"]
         made[f"{name}-{recipe}-own"] = Work([*base, *quant, *_OWN], ranks)

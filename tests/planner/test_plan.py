@@ -254,7 +254,7 @@ def test_a_schedule_from_a_file_is_simulated(configure, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("typed", "loss", "chunk"), [
-    ("parallel=fsdp2", "fused", 4096), ("parallel=tp2", "chunked", 1024), ("kernels=torch", "chunked", 1024),
+    ("parallel=fsdp2", "fused", 4096), ("parallel=tp2", "fused", 4096), ("kernels=torch", "chunked", 1024),
     ("loss.chunk_tokens=512", "fused", 512),
 ])
 def test_the_loss_is_the_one_that_will_run(configure, typed: str, loss: str, chunk: int) -> None:

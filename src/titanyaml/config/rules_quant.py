@@ -36,7 +36,7 @@ def device_multiplies_in_float8(c: Any) -> Problem | None:
         return None
     lack = f"hardware={c.hardware.name} has compute capability {found:g}" if found and found < needed else \
         "this machine has no GPU"
-    emulated = "quant.emulate=true" + " quant.fast_accum=false" * c.quant.fast_accum
+    emulated = "quant.emulate=true" + " quant.fast_accum=null" * bool(c.quant.fast_accum)
     if c.quant.product == "own" and here and machine.gpus():
         emulated = f"quant.emulate=true {_torchao(c)}"
     return Problem("quant.recipe", f"is {recipe}, but {lack}", allowed=f"a GPU of compute capability {needed:g} or "
@@ -63,7 +63,8 @@ def own_float8_copies_stay_on_the_device(c: Any) -> Problem | None:
 
 def _torchao(c: Any) -> str:
     """What to type for torchao's products: nothing may be left that only our own read."""
-    rest = " quant.fast_accum=false" * c.quant.fast_accum + " quant.grad_dtype=auto" * (c.quant.grad_dtype != "auto")
+    rest = " quant.fast_accum=null" * (c.quant.fast_accum is not None)
+    rest += " quant.grad_dtype=auto" * (c.quant.grad_dtype != "auto")
     return f"quant.product=torchao{rest}"
 
 
@@ -80,7 +81,7 @@ def emulation_has_no_short_accumulator(c: Any) -> Problem | None:
     if not (c.quant.fast_accum and c.quant.emulate):
         return None
     return Problem("quant.fast_accum", "is true, but quant.emulate=true multiplies in float32: it would change nothing",
-                   allowed="false with emulation", hint="quant.fast_accum=false")
+                   allowed="false or null with emulation", hint="quant.fast_accum=null")
 
 
 @rule("quant.recipe", "quant.fsdp_float8_all_gather")

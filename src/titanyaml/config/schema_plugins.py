@@ -45,8 +45,9 @@ class Quant(PluginNode):
         "torchao", "who casts and multiplies; own: one pass makes both copies of an operand, and keeps those of inputs "
         "for the backward pass", choices=["torchao", "own"], when=("recipe", FLOAT8),
     )
-    fast_accum: bool = key(
-        False, "the gradients' products add in the tensor core's short accumulator, as the forward's does",
+    fast_accum: bool | None = key(
+        None, "the gradients' products add in the tensor core's short accumulator, as the forward's does; null: true, "
+        "or false where products are emulated",
         when=("product", ["own"]),
     )
     grad_dtype: str = key(

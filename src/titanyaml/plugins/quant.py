@@ -80,11 +80,12 @@ class Quantize:
     def __init__(
         self, *, recipe: str, fsdp_float8_all_gather: bool = False, precompute_scale: bool = False,
         force_recompute_weight: bool = True, filter_fqns: list[str] | None = None, auto_filter_small_kn: bool = False,
-        emulate: bool = False, product: str = "torchao", fast_accum: bool = False, grad_dtype: str = "auto",
+        emulate: bool = False, product: str = "torchao", fast_accum: bool | None = None, grad_dtype: str = "auto",
     ) -> None:
         if grad_dtype == "auto":  # one scale must serve the largest and the smallest gradient: range before precision
             grad_dtype = "e5m2" if recipe == "float8_tensorwise" else "e4m3"
-        self.product, self.fast_accum, self.grad_dtype = product, fast_accum, grad_dtype
+        self.product, self.grad_dtype = product, grad_dtype
+        self.fast_accum = not emulate if fast_accum is None else fast_accum
         self.recipe, self.emulate = recipe, emulate
         self.gathers, self.precomputes = fsdp_float8_all_gather, precompute_scale
         self.recasts = force_recompute_weight
