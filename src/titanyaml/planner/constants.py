@@ -22,7 +22,7 @@ class Fitted:
     source: str
 
 
-CAST_TENSORWISE = Fitted(11.4, "bytes per element", 8.3, 13, "fit; amax, read, write, transposed copy")
+CAST_TENSORWISE = Fitted(11.2, "bytes per element", 8.3, 13, "fit; amax, read, write, transposed copy")
 CAST_ROWWISE = Fitted(21.6, "bytes per element", 17, 28, "fit on H200 and tp rows; both sides have scales of their own")
 CONTENTION = Fitted(0.18, "seconds of computing per second of overlapped transfer at NVLink rate", 0.10, 0.27, "fit")
 ASYNC_TP_HIDDEN = Fitted(0.36, "of the tp transfers", 0.23, 0.50, "fit on published speed-ups of 4 to 16 %")

@@ -57,8 +57,8 @@ class Times:
 
 #: Rate of our own float8 products over that of torchao's, to which ``gemm_fp8_tflops`` is fitted: all operands lie
 #: as the tensor core reads them, and no output is scaled by a kernel of its own. Measured: profiled products of the
-#: blocks of 3B and 8B on an H200 (``benchmarks/results``) take 194 and 229 ms a step, of 225 and 271 at that rate. A
-#: calibration times such products themselves.
+#: blocks of 3B and 8B on an H200 (``benchmarks/results``) take 194 and 229 ms a step, of 228 and 274 at that rate
+#: (1.17 and 1.20). A calibration times such products themselves.
 OWN_PRODUCT = 1.17
 
 
