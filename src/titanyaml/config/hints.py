@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 from titanyaml.config import schema
@@ -16,13 +17,19 @@ def switch(c: Any, way: str, **changed: Any) -> str:
         changed: keys of the group as ``way`` sets them.
     """
     group = way.partition("=")[0].partition(".")[0]
+    back = set_back(c, group, **changed)
+    return " ".join([way, *(f"{group}.{name}={spell(value)}" for name, value in back.items())])
+
+
+def set_back(c: Any, group: str, **changed: Any) -> dict[str, Any]:
+    """Keys of the group, with their defaults, that nothing reads once others are as in ``changed``."""
     keys, section = keys_of(keys_of(schema.Config)[group].kind), getattr(c, group)
-    values = {name: changed.get(name, getattr(section, name)) for name in keys if name in list(section)}
-    ways = [way]
+    there = vars(section) if is_dataclass(section) else set(section)
+    values = {name: changed.get(name, getattr(section, name)) for name in keys if name in there}
+    back: dict[str, Any] = {}
     while unread := next((name for name in values if _is_unread(keys[name], values)), None):
-        values[unread] = keys[unread].default
-        ways.append(f"{group}.{unread}={spell(values[unread])}")
-    return " ".join(ways)
+        values[unread] = back[unread] = keys[unread].default
+    return back
 
 
 def _is_unread(key: Any, values: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanyaml.config import degrees, ranks, schema
+from titanyaml.config.hints import set_back
 from titanyaml.config.keys import MAX_RANKS
 from titanyaml.config.nearest import keys_of
 from titanyaml.config.schema import Config
@@ -56,11 +57,11 @@ def levers(config: Config) -> list[list[Candidate]]:
     """Changes of one kind on the same mesh, from the least to the most memory that they are known to spare."""
     sizes = degrees.resolve_degrees(config.parallel, world_size=ranks.world_size(config))
     of_kind: dict[str, list[dict[str, Any]]] = {
-        "recompute": [{"ac.mode": mode} for mode in _heavier(config.ac.mode)],
+        "recompute": [_recomputed(config, mode) for mode in _heavier(config.ac.mode)],
         "batch": list(_smaller(config, degrees.global_batch(config, sizes), config.train.local_batch)),
         "moments": [{"optim.name": name} for name in ("adamw_bf16", "adamw_8bit")],
         "weights": list(_freed(config, sizes)),
-        "masters": [{"optim.master": "split"}] if sizes["dp_shard"] * sizes["dp_replicate"] * sizes["cp"] == 1 else [],
+        "masters": [{"optim.master": "split"}],
         "schedule": [{"parallel.pp_schedule": name} for name in ("Interleaved1F1B", "1F1B")] * (sizes["pp"] > 1),
         "loss": [{"loss.chunk_tokens": tokens} for tokens in (1024, 256)
                  if tokens < (config.loss.chunk_tokens or 4096)],
@@ -119,6 +120,10 @@ def most_times(config: Config) -> int:
 def _candidate(config: Config, kinds: set[str], values: dict[str, Any]) -> Candidate:
     """Without what is as it was."""
     return Candidate(frozenset(kinds), {key: value for key, value in values.items() if current(config, key) != value})
+
+
+def _recomputed(config: Config, mode: str) -> dict[str, Any]:
+    return {"ac.mode": mode} | {f"ac.{name}": value for name, value in set_back(config, "ac", mode=mode).items()}
 
 
 def _heavier(mode: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 from titanyaml.config import rules, schema
 from titanyaml.config.kinds import spell
 from titanyaml.config.schema import Config
-from titanyaml.planner import candidates, configured, memory, step
+from titanyaml.planner import candidates, configured, kept, memory, step
 from titanyaml.planner.candidates import Candidate
 from titanyaml.planner.inputs import Job
 from titanyaml.planner.memory import Memory
@@ -133,7 +133,7 @@ class _Tried:
         if not one.values or rules.check_rules(dataclasses.asdict(config)):
             return False
         job = configured.job(config, hardware=self.hardware, cluster=self.cluster)
-        room = memory.plan_memory(job)
+        room = kept.plan_memory(job)
         over, typed = room.with_margin - self.limit, _typed(one.values)
         if over > 0:
             if over < self.over:
