@@ -1,8 +1,8 @@
 """Meshes of one host's GPUs: speed of each, beside torchtitan's where that is at hand, and what must hold on them.
 
-    NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 python benchmarks/hosts.py --out results/h200x2
+    NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 python benchmarks/hosts.py --out benchmarks/results/h200x2
     python benchmarks/hosts.py --list                                   # rows of this host, with expected seconds
-    python benchmarks/hosts.py --rows 'cp2-*,tp2*' --budget-s 550 --out results/h200x2
+    python benchmarks/hosts.py --rows 'cp2-*,tp2*' --budget-s 550 --out benchmarks/results/h200x2
     python benchmarks/hosts.py --debug --rows fsdp2,cp2-ring,kill --out /tmp/dry      # any machine
 
 ``<out>.json`` is written after every row and read again by the next call, which adds its rows; ``<out>.md`` is the
