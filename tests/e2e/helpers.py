@@ -60,7 +60,7 @@ class Cli:
         """Run to the end; ``extra``: environment variables."""
         return subprocess.run(
             self.command(*overrides), cwd=self.folder, env=self.environment(**extra), capture_output=True, text=True,
-            timeout=180,
+            timeout=480,  # compiling with a cold cache on a busy machine takes minutes
         )
 
     def together(self, commands: Sequence[Sequence[str]], **extra: str) -> list[subprocess.CompletedProcess]:

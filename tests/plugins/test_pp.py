@@ -37,6 +37,8 @@ class Case:
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     accumulation: int = 4
     model: dict[str, Any] = field(default_factory=dict)
+    fused_loss: ClassVar[bool] = False
+    steps: ClassVar[int] = STEPS
 
     def spec(self) -> schema.Model:
         return spec(**{"vocab_size": VOCAB, "num_layers": 8} | self.model)
