@@ -114,9 +114,6 @@ def leave(code: int) -> NoReturn:
     (a second), where everything has been closed and recorded.
     """
     if code in (EXIT_DONE, EXIT_PREEMPTED):
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()  # as the interpreter would
         atexit._run_exitfuncs()
     logging.shutdown()
     sys.stdout.flush()
