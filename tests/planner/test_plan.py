@@ -102,6 +102,8 @@ def test_split_masters_halve_the_shards_of_gradients(job) -> None:
     "model=llama3_8b hardware=h100_sxm parallel=single train.local_batch=1 ac=full",
     "model=llama3_405b hardware=h100_sxm parallel=fsdp8_tp8_pp2 train.local_batch=8 ac=full",
     "model=llama4_17bx128e hardware=a100_40gb parallel=cp8 train.local_batch=1 ac=full",
+    "model=llama3_8b hardware=h100_sxm parallel=fsdp2 train.local_batch=4 ac=selective_op ac.keep_products=0.8 "
+    "optim.implementation=foreach",  # keys that a change leaves unread
 ])
 def test_what_does_not_fit_says_what_would(configure, typed: str) -> None:
     config = configure(*typed.split())

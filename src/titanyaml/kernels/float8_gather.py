@@ -60,13 +60,11 @@ class Float8Gather:
         """The weights were written: what was cast before is not to be used."""
         self.expired = True
 
-    def refresh(self, weight: ShardedWeight) -> None:
-        """See to it that the copy of ``weight`` is that of its numbers."""
-        if not self.expired and not weight.is_fresh:
+    def refresh(self) -> None:
+        """Cast again, since a copy is not that of its weight's numbers."""
+        if not self.expired:
             log.info("weights were written outside of a step: they are cast to float8 again")
-            self.expired = True
-        if self.expired:
-            self.cast()
+        self.cast()
 
     @torch.no_grad()
     def cast(self) -> None:
@@ -148,7 +146,7 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
         """What is gathered, and what else the gathered weight needs."""
         if self.owner.expired or not self.is_fresh:
-            self.owner.refresh(self)
+            self.owner.refresh()
         data, inverse = self.kept
         return (data,), (inverse,)
 

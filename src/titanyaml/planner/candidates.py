@@ -57,9 +57,9 @@ def levers(config: Config) -> list[list[Candidate]]:
     """Changes of one kind on the same mesh, from the least to the most memory that they are known to spare."""
     sizes = degrees.resolve_degrees(config.parallel, world_size=ranks.world_size(config))
     of_kind: dict[str, list[dict[str, Any]]] = {
-        "recompute": [_recomputed(config, mode) for mode in _heavier(config.ac.mode)],
+        "recompute": [_switched(config, "ac", mode=mode) for mode in _heavier(config.ac.mode)],
         "batch": list(_smaller(config, degrees.global_batch(config, sizes), config.train.local_batch)),
-        "moments": [{"optim.name": name} for name in ("adamw_bf16", "adamw_8bit")],
+        "moments": [_switched(config, "optim", name=name) for name in ("adamw_bf16", "adamw_8bit")],
         "weights": list(_freed(config, sizes)),
         "masters": [{"optim.master": "split"}],
         "schedule": [{"parallel.pp_schedule": name} for name in ("Interleaved1F1B", "1F1B")] * (sizes["pp"] > 1),
@@ -122,8 +122,9 @@ def _candidate(config: Config, kinds: set[str], values: dict[str, Any]) -> Candi
     return Candidate(frozenset(kinds), {key: value for key, value in values.items() if current(config, key) != value})
 
 
-def _recomputed(config: Config, mode: str) -> dict[str, Any]:
-    return {"ac.mode": mode} | {f"ac.{name}": value for name, value in set_back(config, "ac", mode=mode).items()}
+def _switched(config: Config, group: str, **changed: Any) -> dict[str, Any]:
+    """Values of keys of a group, with what sets those back that nothing reads then."""
+    return {f"{group}.{name}": value for name, value in (changed | set_back(config, group, **changed)).items()}
 
 
 def _heavier(mode: str) -> tuple[str, ...]:

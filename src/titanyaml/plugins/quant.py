@@ -209,7 +209,6 @@ class Quantize:
         elif self.precomputes:
             float8.precompute_scales([p for p in model.parameters() if float8.is_gathered_in_float8(p)])
 
-
     def verify(self, model: nn.Module, ctx: Context) -> Change | None:
         """FSDP did gather every weight in float8 that it was to.
 
