@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=len(machine.gpus()) or 2, help="GPUs to use (default: all)")
     parser.add_argument("--torchtitan", type=Path, help="checkout of torchtitan 0.2.2; without it ours runs alone")
     parser.add_argument("--add", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of ours, on speed rows")
+    parser.add_argument("--one-rank", action="store_true", help="rank 0 of each speed row by itself: see one_rank.py")
     parser.add_argument("--debug", action="store_true", help="a tiny model: a dry run")
     options = parser.parse_args(arguments)
     started = time.monotonic()
@@ -127,13 +128,16 @@ def _speed(work: Work, options: argparse.Namespace, limit_s: float, left: Callab
     """Both sides of a row, as compare.py has them."""
     if options.debug and work.compiled:
         return {"left_out": "works in compiled graphs of a GPU"}
+    if options.one_rank and work.compiled:
+        return {"left_out": "reads the memory of its peers"}
+    program = (str(compare.HERE / "one_rank.py"), str(work.ranks)) if options.one_rank else ("-m", "titanyaml")
     skipped, measured = (1, 2) if options.debug else work.steps
     common = ["runner=bench", *hosts_rows.MODEL, f"runner.skipped_steps={skipped}", f"runner.measured_steps={measured}",
               f"runner.profiled_steps={0 if options.debug else hosts_rows.PROFILED}"]
     more = [*options.add, *(_small(work) if options.debug else [])]
     row = compare.Row(work.ours, work.peer)
-    found: dict[str, Any] = {"ours": compare.run_ours(row, more, common=common, limit_s=limit_s)}
-    if options.torchtitan is not None and work.peer is not None and left() > work.expected_s:
+    found: dict[str, Any] = {"ours": compare.run_ours(row, more, common=common, limit_s=limit_s, program=program)}
+    if options.torchtitan is not None and not options.one_rank and work.peer is not None and left() > work.expected_s:
         found["torchtitan"] = compare.run_peer(row, options.torchtitan.resolve(), ranks=work.ranks, skipped=skipped,
                                                measured=measured, limit_s=min(limit_s, left()))
     rates = [side.get("tps") for side in found.values()]
@@ -143,7 +147,8 @@ def _speed(work: Work, options: argparse.Namespace, limit_s: float, left: Callab
 
 def _small(work: Work) -> list[str]:
     """The dry run's changes of a row; its batch where a pipeline needs several."""
-    float8 = ["quant.emulate=true"] if any(one.startswith("quant=") for one in work.ours) else []
+    emulated = ["quant.emulate=true", "quant.product=torchao", "quant.fast_accum=null"]
+    float8 = emulated if any(one.startswith("quant=") for one in work.ours) else []
     batch = ["train.global_batch=8"] if any("pp2" in one for one in work.ours) else []
     return [*hosts_rows.DEBUG, *float8, *batch]
 
