@@ -32,6 +32,9 @@ class Work:
 
 
 _SELECTIVE = ["ac=selective_op"]
+#: All but norms and products of gates, with gradients in memory of activations: as much as selective_op without.
+_KEPT = ["ac=memory_budget", "ac.budget=0.8", "loss.chunk_tokens=1536"]
+_REUSE = ["parallel.fsdp_reuse_memory=true"]
 _PEER = ["--model.flavor=3B", "--activation_checkpoint.mode=selective",
          "--activation_checkpoint.selective_ac_option=op"]
 _FLOAT8_PEER = ["--model.converters=quantize.linear.float8", "--quantize.linear.float8.filter_fqns=output"]
@@ -66,6 +69,7 @@ def _context(ranks: int) -> dict[str, Work]:
         for method in ("allgather", "ulysses", "ring")
     }
     made[f"cp{ranks}-allgather-more"] = Work([*base, *_SELECTIVE, "ac.keep_products=0.8"], ranks, theirs, 55)
+    made[f"cp{ranks}-allgather-reuse"] = Work([*base, *_KEPT, *_REUSE], ranks, theirs, 55)
     made[f"cp{ranks}-allgather-keep"] = Work([*base, *_SELECTIVE, "parallel.fsdp_reshard_after_forward=never"], ranks)
     made[f"cp{ranks}-allgather-none"] = Work([*base, "ac=none"], ranks)
     return made
@@ -101,6 +105,7 @@ def _data(ranks: int) -> dict[str, Work]:
     theirs = [*_PEER, *peer, f"--parallelism.data_parallel_shard_degree={ranks}"]
     made = {name: Work(base, ranks, theirs)}
     made[f"{name}-split"] = Work([*base, "ac.keep_products=0.75", "optim.master=split"], ranks, theirs)
+    made[f"{name}-reuse"] = Work([*sizes, f"parallel=fsdp{ranks}", *_KEPT, *_REUSE], ranks, theirs)
     for recipe in ("tensorwise", "rowwise"):
         quant = [f"quant=float8_{recipe}"]
         made[f"{name}-{recipe}-own"] = Work([*base, *quant, *_OWN], ranks)
@@ -110,6 +115,9 @@ def _data(ranks: int) -> dict[str, Work]:
         made[f"{name}-tensorwise-{suffix}"] = Work(
             [*base, "quant=float8_tensorwise", *own, "quant.fsdp_float8_all_gather=true",
              "quant.precompute_scale=true"], ranks, [*theirs, *_FLOAT8_PEER, *_GATHER_PEER])
+    made[f"{name}-tensorwise-own-gather-reuse"] = Work(
+        [*made[f"{name}-tensorwise-own-gather"].ours, "ac.keep_products=0.85", *_REUSE], ranks,
+        made[f"{name}-tensorwise-own-gather"].peer)
     return made
 
 

@@ -67,6 +67,11 @@ CASES = {
     "gathering_ahead_has_blocks": (["parallel=fsdp2", "parallel.fsdp_prefetch=4"], "is 4, but the model has 4 blocks"),
     "offload_has_a_device": (["parallel=fsdp2", "parallel.fsdp_cpu_offload=true"],
                              "is on, but there is no GPU here: all memory is host memory"),
+    "freed_memory_is_a_devices": (["parallel=fsdp2", "parallel.fsdp_reuse_memory=true"],
+                                  "is on, but there is no GPU here: a host has no streams"),
+    "freed_memory_takes_whole_gradients": (
+        ["parallel=fsdp2", "parallel.fsdp_reuse_memory=true", "optim.master=split", "train.compute_dtype=bfloat16",
+         "runner=check"], "what is kept is the rounded sum"),
     "async_tp_has_ranks": (["compile.async_tp=true", "compile=block"], "is true, but parallel.tp is 1"),
     "async_tp_is_compiled": (["compile.async_tp=true", "parallel=tp2"], "is auto, which compiles on a GPU only"),
     "async_tp_splits_the_sequence": (["compile.async_tp=true", "compile=block", "parallel=tp2",
@@ -334,6 +339,7 @@ def test_the_whole_sequence_on_every_rank_need_not_divide(ask) -> None:
 @pytest.mark.parametrize(("name", "overrides", "text"), [
     ("gathering_ahead_has_blocks", ["parallel=tp2", "parallel.fsdp_prefetch=1"], "one rank gathers no weights"),
     ("offload_has_a_device", ["parallel=tp2", "parallel.fsdp_cpu_offload=true"], "one data rank has no FSDP"),
+    ("freed_memory_is_a_devices", ["parallel=tp2", "parallel.fsdp_reuse_memory=true"], "one data rank has no FSDP"),
 ])
 def test_options_of_fsdp_without_fsdp(ask, name: str, overrides: list[str], text: str) -> None:
     problem = ask(name, overrides)
@@ -458,3 +464,17 @@ def test_parameter_count_is_the_published_one(compose) -> None:
 
     assert num_parameters(compose("model=llama3_8b").model) == pytest.approx(8_030_261_248, rel=1e-3)
     assert num_parameters(compose("model=llama3_1b").model) == pytest.approx(1_235_814_400, rel=1e-3)
+
+
+@pytest.mark.parametrize(("overrides", "text"), [
+    (["parallel=fsdp2_pp2"], "parallel.pp is above 1"),
+    (["parallel=fsdp2", "parallel.fsdp_cpu_offload=true"], "gradients go to host memory"),
+    (["parallel=fsdp2", "train.local_batch=2", "train.global_batch=8"], "takes several backward passes"),
+])
+def test_freed_memory_takes_whole_gradients_alone(ask, overrides, text) -> None:
+    name, overrides = "freed_memory_takes_whole_gradients", [*overrides, "parallel.fsdp_reuse_memory=true"]
+    problem = ask(name, overrides)
+    assert text in problem.message
+    assert ask(name, [*overrides, problem.hint]) is None
+    assert ask(name, ["parallel=fsdp2", "train.local_batch=2", "train.global_batch=4",
+                      "parallel.fsdp_reuse_memory=true"]) is None

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.plugins.small import AC, COMPILE, FSDP, LAYERS, batch, build, context, loss, spec
 from tests.ranks import run_ranks
+from titanyaml import machine
+from titanyaml.dist.compat import fake_tensors
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.pipeline.resolve import resolve, verify
+from titanyaml.plugins.fsdp import FullyShard, _IntoFreed
 
 ACCUMULATION = 2
 #: float32 masters and reduction, bfloat16 compute: the default on a GPU.
@@ -25,6 +32,7 @@ PIPELINES = {
     "auto": {"fsdp": FSDP},
     "always": {"fsdp": {**FSDP, "reshard_after_forward": "always"}},
     "never": {"fsdp": {**FSDP, "reshard_after_forward": "never"}},
+    "reuse": {"fsdp": {**FSDP, "reuse_memory": True}},
     "ac": {"ac": {**AC, "mode": "full"}, "fsdp": FSDP},
     "ac and compile": {"ac": {**AC, "mode": "selective_op"}, "compile": COMPILE, "fsdp": FSDP},
 }
@@ -88,12 +96,14 @@ def distance(found, expected) -> float:
     ("fsdp2", "auto", False),
     ("fsdp2", "always", True),
     ("fsdp2", "never", False),
+    ("fsdp2", "reuse", False),
     ("fsdp2", "ac", True),
     ("fsdp2", "ac and compile", False),
     ("ddp2", "auto", True),
     ("ddp2", "ac and compile", False),
     ("hsdp2x2", "auto", True),
     ("hsdp2x2", "always", False),
+    ("hsdp2x2", "reuse", True),
 ])
 def test_summed_gradients_equal_one_process(mesh, pipeline, tied):
     dims = MESHES[mesh]
@@ -111,6 +121,7 @@ def test_summed_gradients_equal_one_process(mesh, pipeline, tied):
     assert max(rank["local"] for rank in ranks) < total / dims.dp_shard * 1.05
     if "compile" in pipeline:
         assert ranks[0]["verified"]["compile"] == "2 graphs compiled, 0 graph breaks", "with and without gradients"
+    assert ("gradients in memory of freed activations" in ranks[0]["summary"]) == (pipeline == "reuse")
     if pipeline == "ac":
         assert ranks[0]["verified"]["ac"] == f"{LAYERS} blocks were recomputed"
 
@@ -167,3 +178,65 @@ def test_off_and_refused():
         "parallel.fsdp_reshard_after_forward", "train.compute_dtype"
     ]
     assert error.value.problems[1].hint == "train.param_dtype=float64"
+
+
+@pytest.mark.parametrize(("options", "changes"), [
+    ({}, {"accumulation": 2}), ({"master": "split"}, {}), ({"cpu_offload": True}, {}),
+    ({}, {"param_dtype": torch.float64}), ({}, {"dims": ParallelDims(dp_shard=2, pp=2)}),
+    ({}, {"dims": ParallelDims()}),
+])
+def test_only_whole_gradients_take_memory_of_activations(options, changes):
+    given = {**MIXED, "dims": MESHES["fsdp2"], **changes}
+    problems = FullyShard(reuse_memory=True, **options).check(context(spec(), **given))
+    assert "parallel.fsdp_reuse_memory" in [problem.key for problem in problems]
+    assert not FullyShard(reuse_memory=True).check(context(spec(), **MIXED, dims=MESHES["fsdp2"]))
+
+
+def gradients_of_a_gpu(reuse: bool, *, width: int = 2048, layers: int = 24) -> tuple[list[torch.Tensor], int]:
+    """Of the third step of a deep narrow model whose activations are as large as its gradients; bytes reserved."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.GELU()) for _ in range(layers)))
+    mesh = init_device_mesh("cuda", (1,))
+    for layer in model.cuda():
+        fully_shard(layer, mesh=mesh)
+        if reuse:
+            layer.set_custom_reduce_scatter(_IntoFreed())
+    x = torch.randn(4 * width, width, device="cuda")
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return [parameter.grad.to_local().clone() for parameter in model.parameters()], torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.skipif(not machine.gpus(), reason="streams have memory of their own on a GPU")
+def test_gradients_in_memory_of_activations_are_the_same_and_reserve_less():
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        expected, apart = gradients_of_a_gpu(False)
+        found, together = gradients_of_a_gpu(True)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(map(torch.equal, found, expected))
+    size = sum(gradient.nbytes for gradient in expected)
+    assert together < apart - 0.8 * size
+
+
+def test_results_of_reductions_lie_in_the_computing_streams_memory(monkeypatch):
+    entered = []
+
+    @contextmanager
+    def stream(which):
+        entered.append(which)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    with fake_tensors():
+        result = _IntoFreed().allocate((3, 5), dtype=torch.float32, device=torch.device("cuda", 0))
+    assert result.shape == (3, 5) and result.dtype == torch.float32
+    assert entered == ["default of cuda:0"]

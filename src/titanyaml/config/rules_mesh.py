@@ -116,16 +116,45 @@ def gathering_ahead_has_blocks(c: Any) -> Problem | None:
 
 @rule("parallel", "launch", "runner.name")
 def offload_has_a_device(c: Any) -> Problem | None:
-    if not c.parallel.fsdp_cpu_offload or (ranks := sharing_ranks(c)) is None:
+    return _fsdp_on_a_gpu(c, "fsdp_cpu_offload", "all memory is host memory")
+
+
+@rule("parallel", "launch", "runner.name")
+def freed_memory_is_a_devices(c: Any) -> Problem | None:
+    return _fsdp_on_a_gpu(c, "fsdp_reuse_memory", "a host has no streams with memory of their own")
+
+
+def _fsdp_on_a_gpu(c: Any, name: str, why: str) -> Problem | None:
+    """What is wrong where a switch of FSDP is on, and there is no FSDP or no GPU."""
+    if not getattr(c.parallel, name) or (ranks := sharing_ranks(c)) is None:
         return None
-    off = "parallel.fsdp_cpu_offload=false"
+    off = f"parallel.{name}=false"
     if ranks == 1:
-        return Problem("parallel.fsdp_cpu_offload", "is on, but FSDP does it, and one data rank has no FSDP",
+        return Problem(f"parallel.{name}", "is on, but FSDP does it, and one data rank has no FSDP",
                        allowed="true where dp_replicate, dp_shard or cp is above 1", hint=off)
     if c.runner.name in ("check", "plan") or machine.gpus():
         return None
-    return Problem("parallel.fsdp_cpu_offload", "is on, but there is no GPU here: all memory is host memory",
-                   allowed="false on a CPU", hint=off)
+    return Problem(f"parallel.{name}", f"is on, but there is no GPU here: {why}", allowed="false on a CPU", hint=off)
+
+
+@rule("parallel", "launch", "optim.master", "train.global_batch", "train.local_batch")
+def freed_memory_takes_whole_gradients(c: Any) -> Problem | None:
+    if not c.parallel.fsdp_reuse_memory:
+        return None
+    off, batch = "parallel.fsdp_reuse_memory=false", c.train.global_batch
+    ranks = [degree(c, axis) for axis in ("dp_replicate", "dp_shard")]
+    if (degree(c, "pp") or 1) > 1:
+        why, hint = "parallel.pp is above 1: gradients wait, unsharded, for a stage's last backward pass", off
+    elif c.parallel.fsdp_cpu_offload:
+        why, hint = "parallel.fsdp_cpu_offload is on: gradients go to host memory", off
+    elif c.optim.master == "split":
+        why, hint = "optim.master is split: what is kept is the rounded sum", f"{off} or optim.master=float32"
+    elif batch is not None and None not in ranks and batch > c.train.local_batch * math.prod(ranks):
+        why, hint = "train.global_batch takes several backward passes, of which one alone makes the gradient", off
+    else:
+        return None
+    return Problem("parallel.fsdp_reuse_memory", f"is on, but {why}", hint=hint,
+                   allowed="true with one backward pass a step, pp=1, float32 masters and no offloading")
 
 
 def sharing_ranks(c: Any) -> int | None:

@@ -27,6 +27,10 @@ class Parallel:
         None, "blocks whose weights are gathered ahead; null: FSDP's own order, one as soon as it can", low=1
     )
     fsdp_cpu_offload: bool = key(False, "keep weights, gradients and optimizer state in host memory; needs a GPU")
+    fsdp_reuse_memory: bool = key(
+        False, "put reduced gradients where the backward pass has freed activations, in place of memory of their own; "
+        "needs a GPU and one backward pass a step"
+    )
     cp_method: str = key(
         "allgather",
         "how queries meet the keys of other ranks: gather all, pass them around (ring), or trade sequence for heads",

@@ -25,6 +25,7 @@ FREE = (
     "data.prefetch", "data.cache_dir", "profile",
     "compile.cache_dir", "pipeline.plugins.compile.cache_dir",
     "parallel.fsdp_reshard_after_forward", "pipeline.plugins.fsdp.reshard_after_forward",
+    "parallel.fsdp_reuse_memory", "pipeline.plugins.fsdp.reuse_memory",
 )
 #: Keys that a saved position in the data depends on: nothing can accept another value.
 FIXED = ("train.seq_len",)

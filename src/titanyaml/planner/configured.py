@@ -65,7 +65,7 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
         compiled=config.compile.mode != "none", async_tp=_async_tp(config),
         chunk_tokens=config.loss.chunk_tokens or (4096 if software.loss == "fused" else 1024),
         sequence_parallel=parallel.tp_sequence_parallel,
-        cp_method=parallel.cp_method, reshard=parallel.fsdp_reshard_after_forward,
+        cp_method=parallel.cp_method, reshard=parallel.fsdp_reshard_after_forward, reuses=parallel.fsdp_reuse_memory,
         moment_bytes=MOMENTS[config.optim.name], master_bytes=MASTERS[config.optim.master],
         compute_bytes=_WIDTH[train.compute_dtype],
     )

@@ -106,7 +106,7 @@ def attention_seconds(job: Job, one: Attention) -> float:
     rates = job.device.cudnn_tflops if kernel == "cudnn" else job.device.flash_tflops
     rate = rates[one.backward] * 1e12 * job.software.attention_age * min(1.0, one.head_dim / 128) ** 0.3
     slow = 1.0
-    if job.mesh.cp > 1 and job.cp_method != "ulysses":
+    if job.mesh.cp > 1 and job.cp_method != "ulysses" and job.software.context_slows:
         slow += constants.CONTEXT_SLOWDOWN.value * (1 - 1 / job.mesh.cp)
     return max(one.flops / rate * (1 + HALF_LENGTH[kernel][one.backward] / one.seq_len) * slow,
                job.device.launch_us * 1e-6)

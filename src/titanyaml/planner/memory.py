@@ -155,7 +155,9 @@ def _parts(job: Job, *, rank: int) -> dict[str, float]:
         "gathered weights": _gathered(job, stages),
         "allocator": _allocator(job) * GIB,
     }
-    return _one_rank(job, parts) if job.mesh.token_degree == 1 else parts
+    if job.mesh.token_degree == 1:
+        return _one_rank(job, parts)
+    return _reusing(job, parts) if job.reuses else parts
 
 
 def _fullest(job: Job, stages: tuple[Stage, ...], *, rank: int) -> dict[str, float]:
@@ -202,6 +204,11 @@ def _float8_weights(job: Job, blocks: Sequence[Block]) -> float:
     """Bytes of the weights in float8 that blocks keep for their backward passes."""
     if not job.keeps_float8_weights or job.ac not in ("none", "memory_budget"):
         return 0.0
+    return _linear_weights(job, blocks)
+
+
+def _linear_weights(job: Job, blocks: Sequence[Block]) -> float:
+    """Numbers in the weights of the linear layers of blocks, on a tp rank."""
     return sum(one.inputs * one.outputs for block in blocks for one in job.shape.linears_of(block)) / job.mesh.tp
 
 
@@ -226,6 +233,9 @@ def states(job: Job, stages: tuple[Stage, ...]) -> dict[str, float]:
         masters = job.master_bytes * (narrow < 4)
         return {"parameters": narrow * every, "gradients": full * every,
                 "optimizer": (masters + job.moment_bytes) * every}
+    if job.own_float8 and job.float8_gather:  # a copy of each shard in float8, which is what is gathered
+        copies = sum(_linear_weights(job, stage.blocks) for stage in stages) / job.mesh.size("shard")
+        return {"parameters": full * held + copies, "gradients": full * held, "optimizer": job.moment_bytes * held}
     if job.master_bytes == 2 and narrow == 2:
         summed = job.accumulation * job.microbatches > 1 or job.software.sums_gradients
         return {"parameters": narrow * held, "gradients": (full if summed else narrow) * held,
@@ -281,15 +291,13 @@ class Transfers:
         return passing + sum(self._whole[i] for i in moment.idle)
 
 
-def _converted(job: Job, blocks: list[Block]) -> float:
-    """Weights of the linear layers of blocks, on a tp rank."""
-    linears = [one for block in blocks for one in job.shape.linears_of(block)]
-    return sum(one.inputs * one.outputs for one in linears) / job.mesh.tp
-
-
-def _float8_copies(job: Job, blocks: list[Block]) -> float:
-    """The copies of a rank's shards that FSDP gathers for own products: a byte a number."""
-    return _converted(job, blocks) / job.mesh.size("shard") if job.own_float8 and job.float8_gather else 0.0
+def _reusing(job: Job, parts: dict[str, float]) -> dict[str, float]:
+    """FSDP whose gradients take freed activations' memory. The larger of two moments: all activations and no gradient,
+    or no activation, all gradients, and those of the model's ends on their way: narrow, and as they are summed."""
+    ends = (job.compute_bytes + wide(job)) * sum(map(job.root, job.stages_of(0)))
+    early = parts | {"gradients": 0.0}
+    late = parts | {"activations": 0.0, "logits": 0.0, "recompute peak": 0.0, "unsharded gradients": ends}
+    return max(early, late, key=lambda moment: sum(moment.values()))
 
 
 def _one_rank(job: Job, parts: dict[str, float]) -> dict[str, float]:

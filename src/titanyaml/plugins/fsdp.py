@@ -8,10 +8,13 @@ weight may come long after the one by input; a rank then has the unsharded gradi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -38,6 +41,7 @@ class FullyShard:
             order, which gathers the next block as soon as this one's computation is queued.
         cpu_offload: weights, gradients and optimizer state live in host memory; weights visit the device for a block's
             forward and backward.
+        reuse_memory: reduced gradients take the place of freed activations (``_IntoFreed``).
         master: ``optim.master``: ``split``, or the master is the shard.
     """
 
@@ -45,10 +49,10 @@ class FullyShard:
 
     def __init__(
         self, *, reshard_after_forward: str = "auto", prefetch: int | None = None, cpu_offload: bool = False,
-        master: str = "float32",
+        reuse_memory: bool = False, master: str = "float32",
     ) -> None:
         self.reshard_after_forward, self.prefetch, self.cpu_offload = reshard_after_forward, prefetch, cpu_offload
-        self.master = master
+        self.reuse_memory, self.master = reuse_memory, master
 
     def reason_off(self, ctx: Context) -> str:
         """Off where one data rank computes in the dtype of its parameters."""
@@ -69,6 +73,14 @@ class FullyShard:
             problems.append(Problem("parallel.fsdp_cpu_offload", "is on, but one data rank has nothing to shard",
                                     allowed="dp_shard, dp_replicate or cp above 1",
                                     hint="parallel.fsdp_cpu_offload=false"))
+        if self.reuse_memory and not (
+            ctx.accumulation == ctx.dims.pp == 1 and self.master == "float32" and ctx.dims.token_degree > 1
+            and ctx.reduce_dtype == ctx.param_dtype and not self.cpu_offload
+        ):
+            problems.append(Problem(
+                "parallel.fsdp_reuse_memory", "is on, but what FSDP reduces is not, at once, the gradient of the step",
+                allowed="several data ranks, one backward pass a step, train.reduce_dtype = train.param_dtype, float32 "
+                "masters, no offloading", hint="parallel.fsdp_reuse_memory=false"))
         if ctx.compute_dtype.itemsize > ctx.param_dtype.itemsize:
             problems.append(Problem(
                 "train.compute_dtype", f"is {dtype_name(ctx.compute_dtype)}, wider than train.param_dtype",
@@ -105,6 +117,8 @@ class FullyShard:
                 module.set_gradient_divide_factor(1.0)
                 # a plain SUM: with the factor alone NCCL is asked for PREMUL_SUM, which gloo does not have
                 module.set_force_sum_reduction_for_comms(True)
+                if self.reuse_memory:
+                    module.set_custom_reduce_scatter(_IntoFreed())
             part.register_forward_hook(_release)
         self._order([model.get_submodule(name) for name in blocks])
         freed = "all" if always else "none" if never else "all blocks but the last"
@@ -119,7 +133,8 @@ class FullyShard:
             + (f", then rounded to {compute}" if rounded else "")
             + f"; freed after forward: {freed}"
             + (f"; {self.prefetch} blocks gathered ahead" if self.prefetch else "")
-            + ("; state in host memory" if self.cpu_offload else ""),
+            + ("; state in host memory" if self.cpu_offload else "")
+            + ("; gradients in memory of freed activations" if self.reuse_memory else ""),
             [*blocks, *rest],
         )
 
@@ -130,6 +145,29 @@ class FullyShard:
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + self.prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(i - self.prefetch, 0) : i][::-1])
+
+
+class _IntoFreed:
+    """A reduce-scatter for FSDP whose result lies in the memory of the stream that computes.
+
+    FSDP asks for the result inside the stream of its reduction, whose memory no activation ever takes: gradients of a
+    step are reserved beside the activations, though most of these are gone when those come. The reduction waits for
+    all that was queued for computing before it asks, and all of that is done with what it has freed. The other way
+    round, computing waits for the reduction before gradients are read, and they are freed after that. A result that
+    is given up before would not be safe: so it must be the gradient itself, not a summand and not to be rounded.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised."""
+        computing = torch.cuda.stream(torch.cuda.default_stream(device)) if device.type == "cuda" else nullcontext()
+        with computing:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Sum over the ranks of ``group``, a slice to each."""
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _expert_mesh(ctx: Context) -> Any:
