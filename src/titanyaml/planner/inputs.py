@@ -113,6 +113,7 @@ class Software:
         context_slows: attention over cp ranks takes longer than the same work on one.
         keeps_scattered: it keeps what the tp ranks reduce-scatter. gathers_float8: the tp ranks gather tensorwise
             float8 instead of bf16.
+        frees_early: under tp a dense block's backward holds what it kept and its gradients, no gathered sequence more.
         root_copies: bytes gathered for a parameter of embedding and head while blocks run.
         weights: on one data rank: ``masters`` (bf16 parameters, fp32 copy in the optimizer) or ``autocast``.
         gemm_age, attention_age: share of today's kernel rates.
@@ -132,6 +133,7 @@ class Software:
     keeps_exchanged: bool = False
     context_slows: bool = True
     gathers_float8: bool = False
+    frees_early: bool = False
     root_copies: float = 2.0
     weights: str = "masters"
     gemm_age: float = 1.0
@@ -148,7 +150,7 @@ class Software:
 
 
 #: This project: with plain PyTorch's kernels, and with its own.
-TITANYAML = Software("titanyaml", copies_sequence=True, keeps_scattered=True, keeps_exchanged=True,
+TITANYAML = Software("titanyaml", copies_sequence=True, keeps_scattered=True, keeps_exchanged=True, frees_early=True,
                      context_slows=False)  # 2 x 16,384 tokens on two H200: within 2 % of the whole sequence's kernels
 FUSED = replace(TITANYAML, loss="fused", optimizer_bytes=32.0, recast_bytes=0.0, sums_gradients=False)
 

@@ -131,15 +131,12 @@ class _Program:
         return held + (self.wide * whole[i + 1] if not loss and i + 1 < count else 0.0)
 
     def _work(self, i: int) -> float:
-        """A block's backward: all that it keeps, or has computed again; its gradients of gate, up and product, of which
-        the product itself makes room for one; and of the last matrix. What its output needed is that of the gradient
-        that comes in."""
+        """A block's backward: all that it keeps, or has computed again, and its gradients."""
         job, block = self.job, self.blocks[i]
         shape, b = job.shape, self.narrow
-        width = job.tokens * shape.width(block) * b / job.mesh.tp
-        work = 2 * width + self.grown * self._last_matrix(i)
+        work = memory.gradients_at_work(job, block, width=self.grown)
         if block.mixture:
-            of = shape.mixture
+            of, width = shape.mixture, job.tokens * shape.width(block) * b / job.mesh.tp
             spread = self.grown * of.num_experts * shape.expert_params / 3 / job.mesh.ep
             # the shared expert has had its turn, and its activations are gone
             work = max(work, experts.pairs(job) * (2 * of.ffn_dim + shape.dim) * b + spread - 4 * width)

@@ -109,7 +109,11 @@ def _budgeted(job: Job, low: float, high: float, *, cheap: float) -> float:
 def _block_backward(job: Job, block: Block) -> float:
     """Bytes alive while one block runs backward: the gradients of what it saved, that itself where a checkpoint fills
     it anew, and, under tp, nine tensors of whole sequences (gathered inputs, summands before and after scattering), of
-    which fused transfers spare three."""
+    which fused transfers spare three; our own blocks free them as they go."""
+    if job.mesh.tp > 1 and job.software.frees_early and not block.mixture:
+        summed = job.mesh.token_degree == 1 and job.software.sums_gradients
+        return (job.tokens * saved_per_token(job, block, mode="none")
+                + gradients_at_work(job, block, width=wide(job) if summed else job.compute_bytes))
     # one graph frees as it goes: at a 3B's proportions it held 7 of 14.7 residual streams, on a CPU
     share = 2.0 if job.ac not in ("none", "memory_budget") else 0.5 if job.compiled else 1.0
     whole = 0.0
@@ -119,6 +123,14 @@ def _block_backward(job: Job, block: Block) -> float:
         whole = (9 - 1.5 * len(job.async_tp) - gathered) * job.shape.dim * job.compute_bytes
     saved = saved_per_token(job, block, mode="none")
     return job.tokens * (share * saved + whole)
+
+
+def gradients_at_work(job: Job, block: Block, *, width: int) -> float:
+    """Bytes of gradients in a dense block's backward where they are most: of gate, up and product, of which the product
+    itself makes room for one; and, at ``width`` bytes a number, of the feed-forward's last matrix, which comes first.
+    What the block's output needed is that of the gradient that comes in."""
+    features = job.shape.width(block) / job.mesh.tp
+    return features * (2 * job.tokens * job.compute_bytes + width * job.shape.dim)
 
 
 def _loss(job: Job) -> tuple[float, float, float]:
