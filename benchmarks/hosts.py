@@ -135,6 +135,9 @@ def _speed(work: Work, options: argparse.Namespace, limit_s: float, left: Callab
     common = ["runner=bench", *hosts_rows.MODEL, f"runner.skipped_steps={skipped}", f"runner.measured_steps={measured}",
               f"runner.profiled_steps={0 if options.debug else hosts_rows.PROFILED}"]
     more = [*options.add, *(_small(work) if options.debug else [])]
+    if options.one_rank and "tp" in "".join(work.ours):
+        # ids of which rank 0 has the embeddings: of others it would get zeros, whose norm's gradient has no bound
+        more += ["data=stdlib", "data.max_files=100"]
     row = compare.Row(work.ours, work.peer)
     found: dict[str, Any] = {"ours": compare.run_ours(row, more, common=common, limit_s=limit_s, program=program)}
     if options.torchtitan is not None and not options.one_rank and work.peer is not None and left() > work.expected_s:

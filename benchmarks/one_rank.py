@@ -4,7 +4,8 @@
 
 The first argument is the number of ranks, the others are titanyaml's. The rank is number 0. Every transfer is a copy
 inside the device, as if all ranks held what this one holds: shapes, kernels and memory are those of the job, losses are
-not, and what the network would take is missing, so that no speed of this is one of the job.
+not, and what the network would take is missing, so that no speed of this is one of the job. With tp, ids must be such
+that rank 0 has their embeddings (``tokenizer=bytes`` and text).
 """
 
 from __future__ import annotations

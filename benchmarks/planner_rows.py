@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import html
 import math
 import statistics
@@ -24,7 +25,7 @@ from omegaconf import OmegaConf
 from titanyaml.config import dump, hydra_hook, schema, store
 from titanyaml.config.nearest import keys_of
 from titanyaml.config.report import compose_report
-from titanyaml.planner import configured, memory, profile, step
+from titanyaml.planner import configured, kept, memory, profile, step
 from titanyaml.planner.inputs import Job, Mesh, Software
 from titanyaml.planner.shape import Shape
 
@@ -173,8 +174,9 @@ def _planned(row: dict[str, str]) -> Row:
     return _reckoned(row["source"], label, _READINGS[row["source"]].group, row, job(row))
 
 
-def _own(row: dict[str, str], loader: hydra_hook.Loader) -> Row:
+def own(row: dict[str, str]) -> Row:
     """A run of this project: what was typed is planned as it was typed."""
+    loader = _loader()
     typed = ["runner=plan", "hardware=h200", f"cluster.nvlink_gb_s={_PAIR}", *row["options"].split()]
     report = compose_report(typed, loader=loader)
     assert not report.problems, report.problems
@@ -182,12 +184,18 @@ def _own(row: dict[str, str], loader: hydra_hook.Loader) -> Row:
     return _reckoned("titanyaml on H200", row["options"], "titanyaml", row, made)
 
 
+@functools.cache
+def _loader() -> hydra_hook.Loader:
+    store.register()
+    return hydra_hook.main_loader()
+
+
 def _reckoned(source: str, label: str, group: str, row: dict[str, str], made: Job) -> Row:
     planned = step.plan_step(made)
     tps = made.tokens_per_step / planned.seconds / made.mesh.world_size
     gib = float(row["peak_mem_gib"]) if row["peak_mem_gib"] else None
     return Row(source, label, group, float(row["tokens_per_s_per_gpu"]), gib, row, made, "", tps,
-               memory.plan_memory(made).total / memory.GIB)
+               kept.plan_memory(made).total / memory.GIB)
 
 
 def _read(name: str) -> list[dict[str, str]]:
@@ -201,9 +209,7 @@ def rows() -> list[Row]:
         published.append({"source": "torchtitan 0.2.2 on H200", "hardware": "H200", "pp": "1", "pp_schedule": "",
                           "compile": "true", "async_tp": "false", "notes": "", "gpu_mem_gb": "141",
                           "precision_or_quant": row.pop("quant"), **row})
-    store.register()
-    loader = hydra_hook.main_loader()
-    return [*map(_planned, published), *(_own(row, loader) for row in _read("measured_titanyaml_h200.csv"))]
+    return [*map(_planned, published), *map(own, _read("measured_titanyaml_h200.csv"))]
 
 
 #: Columns in one of which the rows of a pair differ.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import statistics
 from types import ModuleType
@@ -71,6 +72,18 @@ def test_every_own_row(rows: list) -> None:
     assert len(mine) >= 16
     assert [(row.label, row.error) for row in mine if abs(row.error) > 0.05] == []
     assert [(row.label, row.memory_error) for row in mine if row.memory and abs(row.memory_error) > 0.03] == []
+
+
+def test_memory_of_one_rank_by_itself(published: ModuleType) -> None:
+    """What a rank of two reserved, measured without the other one, within 4 %."""
+    measured = json.loads((published.HERE / "results" / "h200_one_rank_20261130.json").read_text())["rows"]
+    assert len(measured) >= 7
+    for name, row in measured.items():
+        ours = row["ours"]
+        options = [one for one in ours["command"][2:] if not one.startswith("runner")]
+        planned = published.own({"options": " ".join(options), "tokens_per_s_per_gpu": ours["tps"],
+                                 "peak_mem_gib": ours["mem_reserved_gib"]})
+        assert abs(planned.memory_error) <= 0.04, name
 
 
 def test_pairs_are_ordered_right(rows: list, published: ModuleType) -> None:
