@@ -113,18 +113,18 @@ def compare(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 def run_ours(
     row: Row, more: list[str], *, common: list[str] | None = None, limit_s: float | None = None,
-    program: tuple[str, ...] = ("-m", "titanyaml"),
+    program: tuple[str, ...] = ("-m", "titanyaml"), variables: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """What bench.json says, the first losses, and what each plugin said before and after the first step.
 
     Args:
         common: in place of ``COMMON``. limit_s: after this many seconds the run is killed, and has failed.
-        program: what Python runs, before the overrides.
+        program: what Python runs, before the overrides. variables: of its environment, beside those that are there.
     """
     common = COMMON if common is None else common
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *program, *common, *row.ours, *more, f"run.dir={folder}/run"]
-        done = run(command, cwd=HERE.parent, extra={}, limit_s=limit_s)
+        done = run(command, cwd=HERE.parent, extra=variables or {}, limit_s=limit_s)
         made = Path(folder, "run")
         if done.returncode or not (made / "bench.json").is_file():
             return failed(command, done)

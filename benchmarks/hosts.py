@@ -139,7 +139,8 @@ def _speed(work: Work, options: argparse.Namespace, limit_s: float, left: Callab
         # ids of which rank 0 has the embeddings: of others it would get zeros, whose norm's gradient has no bound
         more += ["data=stdlib", "data.max_files=100"]
     row = compare.Row(work.ours, work.peer)
-    found: dict[str, Any] = {"ours": compare.run_ours(row, more, common=common, limit_s=limit_s, program=program)}
+    found: dict[str, Any] = {"ours": compare.run_ours(row, more, common=common, limit_s=limit_s, program=program,
+                                                      variables=work.variables)}
     if options.torchtitan is not None and not options.one_rank and work.peer is not None and left() > work.expected_s:
         found["torchtitan"] = compare.run_peer(row, options.torchtitan.resolve(), ranks=work.ranks, skipped=skipped,
                                                measured=measured, limit_s=min(limit_s, left()))

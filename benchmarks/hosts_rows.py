@@ -9,7 +9,8 @@ MODEL = ["model=llama3_3b", "model.tie_embeddings=false", "tokenizer=bytes"]
 SMALL = ["model=llama3_debug", "model.dim=32", "model.num_heads=4", "model.num_kv_heads=4", "model.num_layers=4",
          "model.ffn_dim=64", "model.vocab_size=288", "train.seq_len=64"]
 #: In place of ``MODEL`` and of the rows' batch.
-DEBUG = [*SMALL, "tokenizer=bytes", "compile=none", "ac=none", "train.local_batch=2", "train.global_batch=null"]
+DEBUG = [*SMALL, "tokenizer=bytes", "compile=none", "ac=none", "ac.keep_products=0.5", "train.local_batch=2",
+         "train.global_batch=null", "parallel.fsdp_reuse_memory=false"]
 SKIPPED, MEASURED, PROFILED = 4, 8, 2
 
 
@@ -20,7 +21,7 @@ class Work:
     Args:
         ours: overrides. peer: torchtitan's options; None: it has no such work, or does it in float32 (tp and pp without
             FSDP). ranks: GPUs that it takes. expected_s: seconds of our side, start and compilation included. compiled:
-            works in compiled graphs or on a GPU alone.
+            works in compiled graphs or on a GPU alone. variables: of the environment, for our side.
     """
 
     ours: list[str]
@@ -29,11 +30,12 @@ class Work:
     expected_s: int = 50
     compiled: bool = False
     steps: tuple[int, int] = field(default=(SKIPPED, MEASURED))
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 _SELECTIVE = ["ac=selective_op"]
 #: All but norms and products of gates, with gradients in memory of activations: as much as selective_op without.
-_KEPT = ["ac=memory_budget", "ac.budget=0.8", "loss.chunk_tokens=1536"]
+_KEPT = ["ac=memory_budget", "ac.budget=0.8"]
 _REUSE = ["parallel.fsdp_reuse_memory=true"]
 _PEER = ["--model.flavor=3B", "--activation_checkpoint.mode=selective",
          "--activation_checkpoint.selective_ac_option=op"]
@@ -69,7 +71,7 @@ def _context(ranks: int) -> dict[str, Work]:
         for method in ("allgather", "ulysses", "ring")
     }
     made[f"cp{ranks}-allgather-more"] = Work([*base, *_SELECTIVE, "ac.keep_products=0.8"], ranks, theirs, 55)
-    made[f"cp{ranks}-allgather-reuse"] = Work([*base, *_KEPT, *_REUSE], ranks, theirs, 55)
+    made[f"cp{ranks}-allgather-reuse"] = Work([*base, *_KEPT, *_REUSE, "loss.chunk_tokens=1536"], ranks, theirs, 55)
     made[f"cp{ranks}-allgather-keep"] = Work([*base, *_SELECTIVE, "parallel.fsdp_reshard_after_forward=never"], ranks)
     made[f"cp{ranks}-allgather-none"] = Work([*base, "ac=none"], ranks)
     return made
@@ -91,6 +93,9 @@ def _tensor(ranks: int) -> dict[str, Work]:
     made = {name: Work(base, ranks)}
     for kind, ops in (("auto", "[auto]"), ("all", "[all_gather,reduce_scatter]"), ("gathers", "[all_gather]")):
         made[f"{name}-async-{kind}"] = Work([*base, *_ASYNC, f"compile.async_tp_ops={ops}"], ranks, compiled=True)
+    kept = [*sizes, f"parallel=tp{ranks}", *_KEPT]
+    made[f"{name}-kept"] = Work(kept, ranks)
+    made[f"{name}-kept-async-auto"] = Work([*kept, *_ASYNC, "compile.async_tp_ops=[auto]"], ranks, compiled=True)
     for recipe in ("tensorwise", "rowwise"):
         quant = [f"quant=float8_{recipe}", *_OWN]
         made[f"{name}-{recipe}"] = Work([*base, *quant], ranks)
@@ -105,7 +110,10 @@ def _data(ranks: int) -> dict[str, Work]:
     theirs = [*_PEER, *peer, f"--parallelism.data_parallel_shard_degree={ranks}"]
     made = {name: Work(base, ranks, theirs)}
     made[f"{name}-split"] = Work([*base, "ac.keep_products=0.75", "optim.master=split"], ranks, theirs)
-    made[f"{name}-reuse"] = Work([*sizes, f"parallel=fsdp{ranks}", *_KEPT, *_REUSE], ranks, theirs)
+    reuse = [*sizes, f"parallel=fsdp{ranks}", *_KEPT, *_REUSE, "loss.chunk_tokens=1536"]
+    made[f"{name}-reuse"] = Work(reuse, ranks, theirs)
+    for blocks in ("4", "8", "16"):  # multiprocessors that a transfer takes at most
+        made[f"{name}-reuse-ctas{blocks}"] = Work(reuse, ranks, variables={"NCCL_MAX_CTAS": blocks})
     for recipe in ("tensorwise", "rowwise"):
         quant = [f"quant=float8_{recipe}"]
         made[f"{name}-{recipe}-own"] = Work([*base, *quant, *_OWN], ranks)

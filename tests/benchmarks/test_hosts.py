@@ -43,6 +43,20 @@ def test_a_dry_run_adds_to_what_was_there(hosts, script, monkeypatch, tmp_path) 
     assert "| cp2-ulysses | " in out.with_suffix(".md").read_text()
 
 
+def test_a_rank_by_itself_does_what_it_does_among_others(hosts, tmp_path) -> None:
+    losses = {}
+    for name, alone in (("fsdp2", True), ("fsdp2", False), ("tp2-rowwise", True)):
+        out = tmp_path / f"{name}{alone}"
+        options = ["--debug", "--rows", name, "--out", str(out), *["--one-rank"] * alone]
+        assert hosts.main(options) == 0, out.with_suffix(".json").read_text()
+        ours = json.loads(out.with_suffix(".json").read_text())["rows"][name]["ours"]
+        losses[name, alone] = ours["first_losses"][0]
+        assert ours["mesh"]["dp_shard" if "fsdp" in name else "tp"] == 2, ours["mesh"]
+    # the weights gathered are not those of two ranks, but as large
+    assert losses["fsdp2", True] == pytest.approx(losses["fsdp2", False], rel=0.05)
+    assert all(0 < one < 10 for one in losses.values())
+
+
 def test_what_the_budget_has_no_room_for_is_left_out(hosts, tmp_path, capsys) -> None:
     assert hosts.main(["--rows", "cp2-ring,kill", "--budget-s", "5", "--out", str(tmp_path / "x")]) == 0
     assert "cp2-ring: left out, 55 s expected and" in capsys.readouterr().err
