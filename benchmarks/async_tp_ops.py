@@ -51,7 +51,8 @@ def main() -> None:
 def _block(sizes: tuple[int, ...], group: TensorGroup, env: Env, clock: async_tp_times.Clock) -> list[dict[str, Any]]:
     batch, length, dim, query, key, ffn = sizes
     columns = [(query // group.size, key // group.size, key // group.size), (ffn // group.size,) * 2]
-    places = async_tp_times.block_places(batch * length, dim, columns, [query // group.size, ffn // group.size])
+    places = [place for float8 in (False, True) for place in async_tp_times.block_places(
+        batch * length, dim, columns, [query // group.size, ffn // group.size], float8=float8)]
     times = async_tp_times.measure(places, group, batch=batch, dtype=torch.bfloat16, device=env.device, cache=None,
                                    clock=clock)
     rows = [{"place": str(place), "apart_ms": one.apart, "fused_ms": one.fused, "fuse": one.wins}

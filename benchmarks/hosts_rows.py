@@ -99,8 +99,9 @@ def _tensor(ranks: int) -> dict[str, Work]:
     for recipe in ("tensorwise", "rowwise"):
         quant = [f"quant=float8_{recipe}", *_OWN]
         made[f"{name}-{recipe}"] = Work([*base, *quant], ranks)
-        made[f"{name}-{recipe}-async-scatters"] = Work(  # its gathers stand before casts
-            [*base, *quant, *_ASYNC, "compile.async_tp_ops=[reduce_scatter]"], ranks, compiled=True)
+        for kind, ops in (("auto", "[auto]"), ("scatters", "[reduce_scatter]")):  # its gathers stand before casts
+            made[f"{name}-{recipe}-async-{kind}"] = Work(
+                [*base, *quant, *_ASYNC, f"compile.async_tp_ops={ops}"], ranks, compiled=True)
     return made
 
 

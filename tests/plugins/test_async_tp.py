@@ -29,12 +29,14 @@ from tests.plugins.parity import (
 )
 from tests.plugins.small import COMPILE, FSDP, Built, batch, build, context, loss, spec
 from tests.ranks import run_ranks
-from titanyaml.dist import async_tp_times, compat
+from titanyaml.dist import async_tp_times, compat, scaled_scatter
 from titanyaml.dist.mesh import ParallelDims
-from titanyaml.dist.tensor import TensorGroup
+from titanyaml.dist.tensor import TensorGroup, scatter_sum
 from titanyaml.errors import PipelineError
+from titanyaml.kernels import float8_linear
 from titanyaml.pipeline.resolve import resolve, verify
 from titanyaml.plugins.async_tp import AsyncTensorParallel
+from titanyaml.plugins.quant import Quantize
 
 ASYNC = {"_target_": "titanyaml.plugins.async_tp.AsyncTensorParallel"}
 GRAPH = {**COMPILE, "backend": inductor_graphs.BACKEND}
@@ -224,6 +226,73 @@ def test_float8_layers_cast_between_the_gather_and_the_product(recipe: str) -> N
     assert error.value.problems[0].hint == "compile.async_tp_ops=[reduce_scatter] or compile.async_tp=false"
     assert [graph["fused_matmul_reduce_scatter"] for graph in GRAPHS] == [0, 2]
     assert [graph["all_gather_into_tensor"] for graph in GRAPHS] == [2, 2]
+
+
+SMALLEST = {"dim": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}  # sides of 16 on a rank
+
+
+def multiply_float8(monkeypatch) -> None:
+    """Own products as a GPU has them: in the graph, and with a CPU's kernel in place of a GPU's."""
+    monkeypatch.setattr(Quantize, "check", lambda self, ctx: [])
+    monkeypatch.setattr(float8_linear, "_product", lambda a, inverse_a, b, inverse_b, *, fast_accum, dtype: (
+        compat.scaled_mm(a, b.t(), inverse_a, inverse_b.t(), fast_accum=fast_accum, dtype=dtype)))
+
+
+def own(recipe: str) -> dict[str, Any]:
+    return {"_target_": "titanyaml.plugins.quant.Quantize", "recipe": recipe, "product": "own"}
+
+
+@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp"])
+@pytest.mark.parametrize("ac", [None, SELECTIVE, FULL], ids=["none", "selective_op", "full"])
+def test_scatters_behind_float8_products_are_fused(recipe: str, ac, monkeypatch) -> None:
+    multiply_float8(monkeypatch)
+    nodes = {"quant": own(recipe), "compile": GRAPH, "async_tp": {**ASYNC, "operators": ["reduce_scatter"]}}
+    with compat.fake_process_group(2):
+        built = on_fake_ranks(nodes | ({"ac": ac} if ac else {}), model=SMALLEST)
+        change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
+    again = ac is FULL  # recomputes one of the forward's
+    assert change.summary.startswith(
+        f"fused in the compiled graphs, forward + backward: 2 + {2 + again} reduce-scatters; left as they are: ")
+    assert "reduce-scatter" not in change.summary.partition("left as they are")[2]
+    assert [graph["scaled_products_scatter"] for graph in GRAPHS] == [2, 2 + again]
+
+
+def test_auto_times_scatters_behind_float8_products(monkeypatch) -> None:
+    multiply_float8(monkeypatch)
+    asked = clocked(monkeypatch, lambda place: place.float8 and place.inner == 64)  # down
+    with compat.fake_process_group(2):
+        built = on_fake_ranks({"quant": own("float8_tensorwise"), "compile": GRAPH, "async_tp": AUTO}, model=SMALLEST)
+        change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
+    assert [str(place) for place in asked] == [
+        "reduce_scatter 32x32 to 64 float8", "reduce_scatter 32x64 to 64 float8", "reduce_scatter 32x96 to 64 float8",
+        "reduce_scatter 32x128 to 64 float8"]
+    assert [graph["scaled_products_scatter"] for graph in GRAPHS] == [1, 0]
+    assert f"2 reduce-scatters backward: {SLOWER}; " in change.summary
+
+
+def scattered(rank: int, batch: int, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sum of two float8 products, scattered by the fused operator and one step after the other."""
+    group = TensorGroup.of(TP2.build("cpu")["tp"])
+    tokens, dim, lefts, rights, left_scales, right_scales = batch * 32, 48, [], [], [], []
+    for number, inner in enumerate((16, 32)):
+        torch.manual_seed(10 * rank + number)
+        lefts.append(torch.randn(tokens, inner).to(torch.float8_e4m3fn))
+        rights.append(torch.randn(dim, inner).to(torch.float8_e4m3fn).t())
+        left_scales.append(torch.rand(tokens, 1) + 0.5 if rowwise else torch.tensor(0.5 + number))
+        right_scales.append(torch.rand(1, dim) + 0.5 if rowwise else torch.tensor(2.0))
+    whole = sum((left.float() * scale) @ (right.float() * other)
+                for left, right, scale, other in zip(lefts, rights, left_scales, right_scales, strict=True))
+    expected = scatter_sum(whole.view(batch, -1, dim), group)
+    found = scaled_scatter.operator(
+        lefts, rights, left_scales, right_scales, batch, False, torch.float32, 2, group.name)
+    return found, expected
+
+
+@pytest.mark.parametrize(("batch", "rowwise"), [(1, False), (2, False), (3, True)])
+def test_float8_products_and_their_scatter(batch: int, rowwise: bool) -> None:
+    for found, expected in run_ranks(scattered, 2, batch, rowwise):
+        assert found.shape == expected.shape == (batch, 16, 48)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_check_says_what_will_be_done() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanyaml.dist import compat
+from titanyaml.dist.scaled_scatter import scaled_products_scatter
 from titanyaml.dist.tensor import TensorGroup, gather_sequence, scatter_sum
 from titanyaml.rundir import atomic_write
 
@@ -36,16 +38,17 @@ class Place:
 
     Args:
         kind: "all_gather" before products, "reduce_scatter" behind one. tokens: of all tp ranks. inner: features that a
-            rank multiplies by. widths: output features of each product on a rank, ascending.
+            rank multiplies by. widths: output features of each product on a rank, ascending. float8: what is multiplied.
     """
 
     kind: str
     tokens: int
     inner: int
     widths: tuple[int, ...]
+    float8: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.tokens}x{self.inner} to {'+'.join(map(str, self.widths))}"
+        return f"{self.kind} {self.tokens}x{self.inner} to {'+'.join(map(str, self.widths))}{' float8' * self.float8}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Timed:
 
 
 def block_places(
-    tokens: int, dim: int, columns: Iterable[tuple[int, ...]], rows: Iterable[int]
+    tokens: int, dim: int, columns: Iterable[tuple[int, ...]], rows: Iterable[int], *, float8: bool = False
 ) -> list[Place]:
     """The places of a block's forward and backward.
 
@@ -70,6 +73,7 @@ def block_places(
         columns: widths on a rank of the matrices that read one gathered tensor: (q, k, v), (gate, up). A checkpoint
             keeps some of their outputs, so that a repeated gather stands before the others alone: every choice of them.
         rows: inner features on a rank of the matrices whose outputs are summed: o, down.
+        float8: these matrices are multiplied in float8: before them stand casts, so that scatters alone are places.
     """
     rows, found = list(rows), set()
     for widths in columns:
@@ -79,6 +83,8 @@ def block_places(
     for inner in rows:
         found.add(Place("reduce_scatter", tokens, inner, (dim,)))
         found.add(Place("all_gather", tokens, dim, (inner,)))  # of the gradients of their output
+    if float8:
+        found = {replace(place, float8=True) for place in found if place.kind == "reduce_scatter"}
     return sorted(found)
 
 
@@ -109,7 +115,8 @@ def measure(
 def calls(
     place: Place, group: TensorGroup, *, batch: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A place as it is computed apart, and by torch's fused operator; on tensors of random numbers."""
+    """A place as it is computed apart, and fused; on tensors of random numbers. A sum of float8 products is taken as one
+    product of all their features."""
     from titanyaml.dist import compat_async_tp  # Inductor takes seconds to import
 
     draw = lambda *shape: torch.randn(*shape, device=device).to(dtype)  # noqa: E731
@@ -124,11 +131,21 @@ def calls(
             return [whole_BSK @ weight for weight in weights]
         return [scatter_sum(x_BSK @ weights[0], group)]
 
+    def float8_apart() -> Tensor:
+        return scatter_sum(compat.scaled_mm(*float8, dtype=dtype).view(batch, length, -1), group)
+
+    def float8_fused() -> Tensor:
+        return scaled_products_scatter(*([one] for one in float8), batch, True, dtype, group.size, group.name)
+
     def fused() -> Any:
         if gathers:
             return compat_async_tp.gather_multiply(laid_out, weights, group.name)
         return compat_async_tp.multiply_scatter(laid_out, weights[0], group.name)
 
+    if place.float8:
+        one = torch.ones((), device=device)
+        float8 = x_BSK.flatten(0, 1).to(torch.float8_e4m3fn), weights[0].to(torch.float8_e4m3fn), one, one
+        return float8_apart, float8_fused
     laid_out = x_BSK.transpose(0, 1).contiguous().transpose(0, 1)  # by position: what the operators want
     return apart, fused
 

@@ -70,10 +70,24 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def scaled_mm(
     a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, *, fast_accum: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
 ) -> Tensor:
     """The product of two float8 matrices times their inverse scales: [M, 1] and [1, N], or both 0-dim."""
-    return torch._scaled_mm(a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast_accum)
+    place = {} if out is None else {"out": out}
+    return torch._scaled_mm(
+        a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast_accum, **place)
+
+
+def produce_and_exchange(produce: Callable[[int, Tensor], None], output: Tensor, group_name: str) -> None:
+    """Fill ``output``, cut along its first dimension, with what each rank has produced for this one: while one piece
+    travels over symmetric memory the next is produced.
+
+    Args:
+        produce: of a rank and a tensor to write to.
+    """
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory._pipelined_produce_and_all2all(produce, output, group_name)
 
 
 def all_reduce(tensor: Tensor, operation: str, group_name: str) -> Tensor:

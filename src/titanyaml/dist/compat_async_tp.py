@@ -28,7 +28,7 @@ from torch._inductor.fx_passes import micro_pipeline_tp as stock
 from torch.distributed import _symmetric_memory
 from torch.fx import Graph, Node
 
-from titanyaml.dist import graph_products
+from titanyaml.dist import graph_products, scaled_scatter
 from titanyaml.dist.async_tp_times import Place
 
 _COLLECTIVES = {
@@ -38,6 +38,7 @@ _COLLECTIVES = {
 _NEEDED = (
     (stock, "find_all_gather_patterns"), (stock, "find_reduce_scatter_patterns"), (stock, "fuse_all_gather_matmul"),
     (stock, "fuse_matmul_reduce_scatter"), (_symmetric_memory, "_test_mode"),
+    (_symmetric_memory, "_pipelined_produce_and_all2all"),
     (inductor_config, "post_grad_custom_pre_pass"),
 )
 _PREFIX, _FUSED = "titanyaml async_tp", ""
@@ -106,7 +107,7 @@ class FuseCollectives(CustomGraphPass):
 
     def uuid(self) -> Any:
         wins = None if self.wins is None else sorted(self.wins.items())
-        return get_hash_for_files((__file__, graph_products.__file__), repr((self.group_name, self.kinds, wins)))
+        return get_hash_for_files((__file__, graph_products.__file__, scaled_scatter.__file__), repr((self.group_name, self.kinds, wins)))
 
     def __call__(self, graph: Graph) -> None:
         collectives = {
@@ -140,16 +141,21 @@ class FuseCollectives(CustomGraphPass):
         """Fuse reduce-scatters; returns those whose surroundings were understood."""
         if "reduce_scatter" not in self.kinds:
             return set()
+        ours = set()
         for node, kind in collectives.items():
-            if kind == "reduce_scatter" and self._wins(node, graph_products.product_before(node)):
+            if kind != "reduce_scatter" or not self._wins(node, graph_products.product_before(node)):
+                continue
+            if graph_products.scatter_float8(node, self.group_name):
+                ours.add(node)
+            else:
                 graph_products.sum_as_one_product(node)
         matches = [match for match in stock.find_reduce_scatter_patterns(graph)
                    if match.group_name == self.group_name and match.reduce_scatter_node not in self.refused]
         for match in matches:
             stock.fuse_matmul_reduce_scatter(match)
-        return {match.reduce_scatter_node for match in matches}
+        return ours | {match.reduce_scatter_node for match in matches}
 
-    def _wins(self, node: Node, sizes: tuple[int, int, tuple[int, ...]] | None) -> bool:
+    def _wins(self, node: Node, sizes: graph_products.Sizes | None) -> bool:
         """Whether a collective is to be fused with products of these sizes; notes why not."""
         if self.wins is None or sizes is None:  # without a product the reason is another
             return True

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
+from titanyaml.dist import scaled_scatter  # noqa: F401 - registers the operator
+
 aten = torch.ops.aten
 
 
@@ -51,8 +53,8 @@ def is_product(node: Node | None) -> bool:
         node.target is aten.reshape.default and node.args[0].target in _PRODUCTS))
 
 
-#: Tokens, inner features, and ascending widths of products: none where they are in float8.
-Sizes = tuple[int, int, tuple[int, ...]]
+#: Tokens, inner features, ascending widths of products, and whether they are in float8; none of a gather's such.
+Sizes = tuple[int, int, tuple[int, ...], bool]
 
 
 def products_behind(gathered: Node) -> Sizes | None:
@@ -63,7 +65,7 @@ def products_behind(gathered: Node) -> Sizes | None:
                 if (mm.target in _PRODUCTS and mm.args[0] is left)
                 or (mm.target is aten.addmm.default and mm.args[1] is left)]
     widths = tuple(sorted(value(mm).shape[-1] for mm in products if mm.target is not aten._scaled_mm.default))
-    return (math.prod(tensor.shape[:-1]), tensor.shape[-1], widths) if products else None
+    return (math.prod(tensor.shape[:-1]), tensor.shape[-1], widths, False) if products else None
 
 
 def product_before(reduce_scatter: Node) -> Sizes | None:
@@ -72,14 +74,54 @@ def product_before(reduce_scatter: Node) -> Sizes | None:
     if total is None:
         return None
     addends = [total] if is_product(total) else _addends(total)
-    if len(addends) > 1 and not all(_is_private_product(node, total) for node in addends):
+    if len(addends) > 1 and not (_float8_products(total) or all(_is_private_product(one, total) for one in addends)):
         return None
     products = [node.args[0] if node.target is aten.reshape.default else node for node in addends]
     if any(node.target not in _PRODUCTS for node in products):
         return None
     tokens, width = value(products[0]).shape
-    plain = all(node.target is aten.mm.default for node in products)
-    return tokens, sum(value(node.args[0]).shape[1] for node in products), (width,) * plain
+    is_float8, plain = bool(_float8_products(total)), all(node.target is aten.mm.default for node in products)
+    inner = sum(value(node.args[0]).shape[1] for node in products)
+    return tokens, inner, (width,) * (plain or is_float8), is_float8
+
+
+def scatter_float8(reduce_scatter: Node, group_name: str) -> bool:
+    """Put ``scaled_products_scatter`` in the place of a scattered float8 product, or sum of such; whether it is one."""
+    total = scattered(reduce_scatter)
+    products = _float8_products(total) if total is not None else []
+    waits = [user for user in reduce_scatter.users if user.target is _WAIT]
+    others = [user for user in reduce_scatter.users if user not in waits]  # a checkpoint keeps what was scattered
+    if not products or len(waits) != 1 or len(value(total).shape) != 3 or any(user.op != "output" for user in others):
+        return False
+    graph, [wait] = total.graph, waits
+    lefts, rights, left_scales, right_scales = zip(*(mm.args[:4] for mm in products), strict=True)
+    size = value(total).shape[1] // value(wait).shape[1]
+    with graph.inserting_before(wait):
+        fused = _call(graph, torch.ops.titanyaml.scaled_products_scatter, list(lefts), list(rights), list(left_scales),
+                      list(right_scales), value(total).shape[0], _fast(products[0]), value(total).dtype, size, group_name)
+    wait.replace_all_uses_with(fused)
+    reduce_scatter.replace_all_uses_with(fused, delete_user_cb=lambda user: user is not wait)
+    graph.erase_node(wait)
+    graph.erase_node(reduce_scatter)
+    graph.eliminate_dead_code()
+    return True
+
+
+def _float8_products(total: Node) -> list[Node]:
+    """The products that a tensor is the sum of, where these are all in float8, alike and for it alone; else none."""
+    addends = _addends(total)
+    products = [node.args[0] for node in addends if node.target in _RESHAPES and (len(node.users) == 1 or node is total)]
+    if len(products) < len(addends) or any(mm.target is not aten._scaled_mm.default or len(mm.users) != 1
+                                           for mm in products):
+        return []
+    plain = all(not mm.kwargs and mm.args[4:6] == (None, None) for mm in products)  # no bias, no scale of the result
+    alike = {(value(mm).dtype, _fast(mm)) for mm in products} == {(value(total).dtype, _fast(products[0]))}
+    return products if plain and alike else []
+
+
+def _fast(scaled_mm: Node) -> bool:
+    """Whether it adds in the short accumulator; a default at the end is not among a node's arguments."""
+    return len(scaled_mm.args) > 7 and bool(scaled_mm.args[7])
 
 
 def sum_as_one_product(reduce_scatter: Node) -> None:
@@ -119,8 +161,11 @@ def take_biases_out(gathered: Node) -> None:
 
 
 _PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
+_RESHAPES = (aten.reshape.default, aten.view.default)
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor)
-_OVERLOADS = {aten.reshape: "default", aten.cat: "default", aten.mm: "default", aten.add: "Tensor"}
+_OVERLOADS = {aten.reshape: "default", aten.cat: "default", aten.mm: "default", aten.add: "Tensor",
+              torch.ops.titanyaml.scaled_products_scatter: "default"}
 
 
 def _addends(node: Node) -> list[Node]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from titanyaml.dist import async_tp_times
 from titanyaml.dist.async_tp_times import Clock, Place, Timed
@@ -96,16 +97,12 @@ class AsyncTensorParallel:
         """Times of each place of the blocks; None where they cannot be taken: no GPU, ranks that do not exist."""
         if not self.measures(ctx):
             return None
-        columns, rows = set(), set()
-        for block, layout in zip(ctx.facts.blocks, ctx.facts.layouts, strict=True):
-            shape = lambda name, block=block: local(model.get_submodule(f"{block}.{name}").weight).shape  # noqa: E731
-            columns |= {tuple(shape(name)[0] for name in layout.column if name.startswith(f"{entry}."))
-                        for entry in layout.entries} - {()}
-            rows |= {shape(name)[1] for name in layout.row}
         tokens = ctx.local_batch * ctx.seq_len // ctx.dims.cp
         cache = Path(self.cache_dir).expanduser().absolute() / "async_tp.json" if self.cache_dir else None
         return async_tp_times.measure(
-            async_tp_times.block_places(tokens, ctx.facts.dim, columns, rows), TensorGroup.of(ctx.mesh["tp"]),
+            [place for float8 in (False, True) for place in async_tp_times.block_places(
+                tokens, ctx.facts.dim, *_features(model, ctx, float8=float8), float8=float8)],
+            TensorGroup.of(ctx.mesh["tp"]),
             batch=ctx.local_batch, dtype=ctx.compute_dtype, device=ctx.device, cache=cache, clock=self.clock,
         )
 
@@ -151,6 +148,22 @@ class AsyncTensorParallel:
             problems.append(Problem("compile.async_tp", f"no {OPERATORS[operator]} was fused ({'; '.join(causes)})",
                                     hint=" or ".join(ways)))
         return problems
+
+
+def _features(model: nn.Module, ctx: Context, *, float8: bool) -> tuple[set[tuple[int, ...]], set[int]]:
+    """On this rank, of the layers that multiply in float8 or those that do not: output features of those that read one
+    gathered tensor, and input features of those whose outputs are summed."""
+    columns, rows = set(), set()
+    for block, layout in zip(ctx.facts.blocks, ctx.facts.layouts, strict=True):
+        layers = {name: model.get_submodule(f"{block}.{name}") for name in (*layout.column, *layout.row)}
+        chosen = {name for name, layer in layers.items() if (layer.product is not F.linear) == float8}
+        shapes = {name: local(layer.weight).shape for name, layer in layers.items()}
+        for entry in layout.entries:
+            readers = [name for name in layout.column if name.startswith(f"{entry}.")]
+            if readers and chosen.issuperset(readers):
+                columns.add(tuple(shapes[name][0] for name in readers))
+        rows |= {shapes[name][1] for name in chosen.intersection(layout.row)}
+    return columns, rows
 
 
 def _told(times: dict[Place, Timed]) -> list[str]:
