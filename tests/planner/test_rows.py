@@ -86,6 +86,17 @@ def test_memory_of_one_rank_by_itself(published: ModuleType) -> None:
         assert abs(planned.memory_error) <= 0.04, name
 
 
+def test_the_cluster_of_one_host_is_fitted_on_its_rows(published: ModuleType, configure, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(published.HERE)
+    script = importlib.import_module("hosts_fit")
+    rows = script.measured([published.HERE / "results" / "h200x2_20261130.json"], ["*"])
+    assert len(rows) >= 5
+    rate = script.fit(list(rows.values()))
+    assert configure("hardware=h200", "cluster=nvlink_host").cluster.nvlink_gb_s == rate
+    assert {name: row for name, row in rows.items() if abs(script.at(row, rate) / row.published - 1) > 0.08} == {}
+    assert {name: row for name, row in rows.items() if abs(row.memory_error) > 0.04} == {}
+
+
 def test_pairs_are_ordered_right(rows: list, published: ModuleType) -> None:
     found = published.pairs(rows)
     assert len(found) >= 40

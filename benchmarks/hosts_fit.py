@@ -1,0 +1,72 @@
+"""The rate of NVLink under which plans come closest to rows that ``hosts.py`` has measured (conf/cluster/nvlink_host.yaml).
+
+    python benchmarks/hosts_fit.py benchmarks/results/h200x2_20261130.json [--rows 'fsdp2*,cp2*']
+
+Least sum of absolute log ratios over whole GB/s, since a row that is off for another reason (a host that cannot queue
+kernels fast enough) must not draw it away. Prints each row's errors in time and memory. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import planner_rows
+from planner_rows import Row
+
+from titanyaml.planner import step
+from titanyaml.runner.bench_report import table
+
+#: GB/s a device: from half to all of what NVLink 4 is sold as, but for what large collectives were seen to reach.
+RATES = range(150, 401)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Fit and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--rows", default="*", help="names or patterns, joined by commas (default: all)")
+    options = parser.parse_args(arguments)
+    rows = measured(options.results, options.rows.split(","))
+    rate = fit(list(rows.values()))
+    shown = [[name, f"{row.published:,.0f}", f"{at(row, rate):,.0f}", f"{at(row, rate) / row.published - 1:+.1%}",
+              f"{row.memory:.1f}", f"{row.memory * (1 + row.memory_error):.1f}", f"{row.memory_error:+.1%}"]
+             for name, row in rows.items()]
+    print(f"nvlink_gb_s: {rate}\n")
+    print(table(["row", "tokens/s per GPU", "planned", "error", "GiB", "planned", "error"], shown))
+    return 0
+
+
+def measured(results: list[Path], patterns: list[str]) -> dict[str, Row]:
+    """The speed rows of these files with their plans."""
+    found: dict[str, Any] = {}
+    for path in results:
+        found |= json.loads(path.read_text())["rows"]
+    return {name: _row(row["ours"]) for name, row in found.items()
+            if "tps" in row.get("ours", {}) and any(fnmatch(name, pattern) for pattern in patterns)}
+
+
+def _row(ours: dict[str, Any]) -> Row:
+    typed = [one for one in ours["command"] if "=" in one and not one.startswith("runner")]
+    return planner_rows.own({"options": " ".join(typed), "tokens_per_s_per_gpu": ours["tps"],
+                             "peak_mem_gib": ours["mem_reserved_gib"]})
+
+
+def fit(rows: list[Row]) -> int:
+    """GB/s."""
+    return min(RATES, key=lambda rate: sum(abs(math.log(at(row, rate) / row.published)) for row in rows))
+
+
+def at(row: Row, rate: float) -> float:
+    """Planned tokens/s per GPU at this rate."""
+    job = replace(row.job, network=replace(row.job.network, nvlink_gb_s=float(rate)))
+    return job.tokens_per_step / step.plan_step(job).seconds / job.mesh.world_size
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
