@@ -212,7 +212,7 @@ def test_more_ranks_than_gpus_is_refused_and_a_cpu_has_no_limit(monkeypatch: pyt
 def test_the_port_is_free_for_listening_and_for_nobody_else() -> None:
     import socket
 
-    with local._free_port() as port, socket.socket() as listener:
+    with local.free_port() as port, socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen()
