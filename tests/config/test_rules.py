@@ -290,6 +290,19 @@ def test_rule(ask, name: str) -> None:
     assert ways or name in ("runner_has_a_checkpoint", "group_patterns_compile")
 
 
+@pytest.mark.parametrize(("overrides", "hint"), [
+    (["quant=float8_rowwise", "quant.emulate=true", "quant.fast_accum=true"], "quant.fast_accum=null"),
+    (["quant.force_recompute_weight=false"], "quant.force_recompute_weight=true"),
+    (["quant.fsdp_float8_all_gather=true"], "quant.fsdp_float8_all_gather=false"),
+])
+def test_a_value_that_a_rule_refuses_is_not_to_be_read(report, overrides: list[str], hint: str) -> None:
+    """The schema offers what would make a key read; not where a rule refuses the key's value then."""
+    unread, refused = report(*BYTES, *overrides).problems
+    assert unread.key == refused.key and "nothing reads it" in unread.message
+    assert unread.hint == hint and hint in refused.hint.split(" or ")
+    assert report(*BYTES, *overrides, hint).problems == []
+
+
 def test_the_shipped_default_keeps_every_rule(compose) -> None:
     view = View(rules.inspect(compose()).values)
     assert [rule.name for rule in rules.RULES if rule.check(view) is not None] == []
