@@ -303,6 +303,20 @@ def test_a_value_that_a_rule_refuses_is_not_to_be_read(report, overrides: list[s
     assert report(*BYTES, *overrides, hint).problems == []
 
 
+def test_a_check_of_split_masters_is_of_the_device_that_runs(ask, monkeypatch) -> None:
+    name, split = "split_masters_have_bfloat16_weights", [*BYTES, "optim.master=split", "parallel=fsdp2"]
+    for runner in ("train", "check"):
+        assert "auto, which is float32 without a GPU" in ask(name, [*split, f"runner={runner}"]).message
+    problem = ask(name, [*split, "runner=check"])
+    assert problem.hint == "optim.master=float32 or train.compute_dtype=bfloat16 or hardware=h200"
+    for way in problem.hint.split(" or "):
+        assert ask(name, [*split, "runner=check", way], everything=True) == set()
+    assert ask(name, [*split, "runner=plan", "hardware=h200"]) is None
+    assert ask(name, [*split, "hardware=h200"]) is not None, "a training runs here, whatever is described"
+    monkeypatch.setattr(machine, "gpus", lambda: ["H200"])
+    assert ask(name, [*split, "runner=check"]) is None
+
+
 def test_the_shipped_default_keeps_every_rule(compose) -> None:
     view = View(rules.inspect(compose()).values)
     assert [rule.name for rule in rules.RULES if rule.check(view) is not None] == []

@@ -218,19 +218,23 @@ def narrow_moments_belong_to_float32(c: Any) -> Problem | None:
                    hint="optim=adamw or train.param_dtype=float32 train.compute_dtype=auto train.reduce_dtype=float32")
 
 
-@rule("optim.master", "train", "runner.name")
+@rule("optim.master", "train", "runner.name", "hardware.memory_gib")
 def split_masters_have_bfloat16_weights(c: Any) -> Problem | None:
-    """What a check cannot know of another machine's device is asked when the model is built."""
+    """A plan's device need not be here; nor a check's, where ``hardware`` describes one."""
     if c.optim.master != "split":
         return None
     dtype, wide = c.train.compute_dtype, c.train.param_dtype == "float64"
-    if dtype == "auto" and not machine.gpus() and c.runner.name not in ("plan", "check"):
+    checked = c.runner.name == "check"
+    elsewhere = c.runner.name == "plan" or (checked and c.hardware.memory_gib is not None)
+    on_cpu = dtype == "auto" and not elsewhere and not machine.gpus()
+    if on_cpu:
         dtype = "auto, which is float32 without a GPU"
     narrow = "train.compute_dtype=bfloat16" + wide * " train.param_dtype=float32 train.reduce_dtype=float32"
     allowed = "float32; split where weights are computed with, and so stored, in bfloat16"
     if dtype not in ("auto", "bfloat16"):
         return Problem("optim.master", f"is split, but train.compute_dtype is {dtype}: no weight is stored in bfloat16",
-                       allowed=allowed, hint=f"optim.master=float32 or {narrow}")
+                       allowed=allowed, hint=f"optim.master=float32 or {narrow}"
+                       + " or hardware=h200" * (on_cpu and checked and not wide))
     if wide:
         return Problem("optim.master", "is split, but train.param_dtype is float64: 16 bits more than bfloat16 make "
                        "float32", allowed=allowed, hint=f"optim.master=float32 or {narrow}")
