@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from typing import Any
 
 from titanyaml import machine
 from titanyaml.config.hints import switch
-from titanyaml.config.kinds import spell
-from titanyaml.config.layers import ALIGNMENT, linear_layers, module_names, reason_for_high_precision
+from titanyaml.config.layers import (
+    ALIGNMENT,
+    filter_without_module,
+    linear_layers,
+    module_names,
+    reason_for_high_precision,
+)
 from titanyaml.config.ranks import degree, is_as_shipped
 from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
 from titanyaml.errors import Problem
@@ -139,19 +143,10 @@ def kept_float8_weights_are_not_compiled(c: Any) -> Problem | None:
 
 @rule("quant.filter_fqns", "model", "pipeline.plugins")
 def filters_name_modules(c: Any) -> Problem | None:
-    """A plugin of others may bring modules with other names."""
+    """A plugin of others may bring modules with other names: then the node asks."""
     if not c.quant.filter_fqns or not is_as_shipped(c):
         return None
-    names = module_names(c.model)
-    absent = next((part for part in c.quant.filter_fqns if not any(part in name for name in names)), None)
-    if absent is None:
-        return None
-    short = sorted({name.rpartition(".")[2] for name in names})
-    [near] = difflib.get_close_matches(absent, short, n=1, cutoff=0)
-    left = [near if part == absent else part for part in c.quant.filter_fqns]
-    return Problem("quant.filter_fqns", f"has {absent!r}, which is in no module's name",
-                   allowed=f"parts of names such as {linear_layers(c.model)[0].name}",
-                   hint=f"'quant.filter_fqns={spell(left)}'")
+    return filter_without_module(c.quant.filter_fqns, module_names(c.model), example=linear_layers(c.model)[0].name)
 
 
 @rule("quant", "model", "parallel", "launch", "pipeline.plugins")
