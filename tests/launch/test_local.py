@@ -180,6 +180,13 @@ def test_what_a_rank_left_behind_ends_with_it(make_run: MakeRun) -> None:
     wait_for(lambda: not process_start(child), seconds=10)
 
 
+@pytest.mark.parametrize(("user", "told"), [({}, "done [1]"), ({"fail": "log"}, "failed [1]")])
+def test_what_a_tracker_does_at_its_close_is_done_when_the_rank_ends(make_run: MakeRun, user: dict, told: str) -> None:
+    run = make_run(target="track_slowly", user=user)
+    start(run, nproc=1)
+    assert (run.path / "slow.txt").read_text() == told
+
+
 def test_a_rank_whose_launcher_is_gone_does_not_start(make_run: MakeRun) -> None:
     run = make_run()
     command = [sys.executable, "-m", "titanyaml.launch.rank", "--run-dir", str(run.path), "--run-id", "i",
