@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titanyaml import machine
+from titanyaml.launch.local import free_port
 from titanyaml.runner.bench_report import table
 
 HERE = Path(__file__).resolve().parent
@@ -147,14 +147,16 @@ def run_peer(
     earlier = filter(None, [os.environ.get("PYTHONPATH")])
     place = {"PYTHONPATH": os.pathsep.join([str(checkout), str(HERE), *earlier])}
     program = ["-m", "torchtitan.train", *COMMON_PEER, *row.peer, f"--training.steps={skipped + measured}"]
-    if ranks == 1:
-        place |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": str(free_port())}
-    else:
-        program = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", "--local-addr=127.0.0.1",
-                   "--master-addr=127.0.0.1", f"--master-port={free_port()}", "--local-ranks-filter=0", *program]
-    command = [sys.executable, *program]
-    done = run(command, cwd=checkout, extra=place, limit_s=limit_s)
+    with free_port() as port:  # two comparisons may run at a time, on a GPU each
+        if ranks == 1:
+            place |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                      "MASTER_PORT": str(port)}
+        else:
+            program = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}",
+                       "--local-addr=127.0.0.1", "--master-addr=127.0.0.1", f"--master-port={port}",
+                       "--local-ranks-filter=0", *program]
+        command = [sys.executable, *program]
+        done = run(command, cwd=checkout, extra=place, limit_s=limit_s)
     steps = STEP.findall(done.stdout + done.stderr)
     rates = [float(tps.replace(",", "")) for number, _, _, tps in steps if int(number) > skipped]
     if done.returncode or len(rates) < measured:
@@ -164,12 +166,6 @@ def run_peer(
     return {"command": command[1:], "commit": git.stdout.strip() or None, "tps": tps,
             "tps_spread": (max(rates) - min(rates)) / tps, "loss": float(steps[-1][1]),
             "mem_reserved_gib": max(float(memory) for _, _, memory, _ in steps)}
-
-
-def free_port() -> int:
-    """A port that nobody listens on now: two comparisons may run at a time, on a GPU each."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def run(

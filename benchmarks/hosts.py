@@ -28,6 +28,7 @@ import hosts_rows
 from hosts_rows import Work
 
 from titanyaml import machine
+from titanyaml.launch.local import free_port
 from titanyaml.runner.bench_report import table
 
 #: Expected seconds of what is no speed row. All are limits times three: beyond, a run is killed and has failed.
@@ -115,10 +116,11 @@ def _operators(options: argparse.Namespace, folder: Path, limit_s: float) -> dic
     found: dict[str, Any] = {"ok": True}
     for ranks in sorted({2, options.ranks}):
         out = folder / f"{ranks}.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}",
-                   "--local-addr=127.0.0.1", "--master-addr=127.0.0.1", f"--master-port={compare.free_port()}",
-                   str(compare.HERE / "async_tp_ops.py"), str(out), *["--debug"] * options.debug]
-        done = compare.run(command, cwd=compare.HERE.parent, extra={}, limit_s=limit_s)
+        with free_port() as port:
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}",
+                       "--local-addr=127.0.0.1", "--master-addr=127.0.0.1", f"--master-port={port}",
+                       str(compare.HERE / "async_tp_ops.py"), str(out), *["--debug"] * options.debug]
+            done = compare.run(command, cwd=compare.HERE.parent, extra={}, limit_s=limit_s)
         found |= {f"tp{ranks}": json.loads(out.read_text())} if not done.returncode and out.exists() else {
             f"tp{ranks}": compare.failed(command, done), "ok": False}
     return found

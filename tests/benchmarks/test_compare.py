@@ -11,9 +11,15 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 
-#: Writes log lines like torchtitan's, and refuses what it was not started with.
+#: Writes log lines like torchtitan's, and refuses what it was not started with, or a port that others could take.
 STANDIN = '''
-import os, sys
+import os, socket, sys
+try:
+    socket.socket().bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+except OSError:
+    pass
+else:
+    raise SystemExit("the port is free to others")
 assert os.environ["WORLD_SIZE"] == "1" and "--model.flavor=debugmodel" in sys.argv, sys.argv
 import torchtitan_sizes
 for step in range(1, 31):

@@ -290,6 +290,33 @@ def test_rule(ask, name: str) -> None:
     assert ways or name in ("runner_has_a_checkpoint", "group_patterns_compile")
 
 
+@pytest.mark.parametrize(("overrides", "hint"), [
+    (["quant=float8_rowwise", "quant.emulate=true", "quant.fast_accum=true"], "quant.fast_accum=null"),
+    (["quant.force_recompute_weight=false"], "quant.force_recompute_weight=true"),
+    (["quant.fsdp_float8_all_gather=true"], "quant.fsdp_float8_all_gather=false"),
+])
+def test_a_value_that_a_rule_refuses_is_not_to_be_read(report, overrides: list[str], hint: str) -> None:
+    """The schema offers what would make a key read; not where a rule refuses the key's value then."""
+    unread, refused = report(*BYTES, *overrides).problems
+    assert unread.key == refused.key and "nothing reads it" in unread.message
+    assert unread.hint == hint and hint in refused.hint.split(" or ")
+    assert report(*BYTES, *overrides, hint).problems == []
+
+
+def test_a_check_of_split_masters_is_of_the_device_that_runs(ask, monkeypatch) -> None:
+    name, split = "split_masters_have_bfloat16_weights", [*BYTES, "optim.master=split", "parallel=fsdp2"]
+    for runner in ("train", "check"):
+        assert "auto, which is float32 without a GPU" in ask(name, [*split, f"runner={runner}"]).message
+    problem = ask(name, [*split, "runner=check"])
+    assert problem.hint == "optim.master=float32 or train.compute_dtype=bfloat16 or hardware=h200"
+    for way in problem.hint.split(" or "):
+        assert ask(name, [*split, "runner=check", way], everything=True) == set()
+    assert ask(name, [*split, "runner=plan", "hardware=h200"]) is None
+    assert ask(name, [*split, "hardware=h200"]) is not None, "a training runs here, whatever is described"
+    monkeypatch.setattr(machine, "gpus", lambda: ["H200"])
+    assert ask(name, [*split, "runner=check"]) is None
+
+
 def test_the_shipped_default_keeps_every_rule(compose) -> None:
     view = View(rules.inspect(compose()).values)
     assert [rule.name for rule in rules.RULES if rule.check(view) is not None] == []

@@ -180,6 +180,13 @@ def test_what_a_rank_left_behind_ends_with_it(make_run: MakeRun) -> None:
     wait_for(lambda: not process_start(child), seconds=10)
 
 
+@pytest.mark.parametrize(("user", "told"), [({}, "done [1]"), ({"fail": "log"}, "failed [1]")])
+def test_what_a_tracker_does_at_its_close_is_done_when_the_rank_ends(make_run: MakeRun, user: dict, told: str) -> None:
+    run = make_run(target="track_slowly", user=user)
+    start(run, nproc=1)
+    assert (run.path / "slow.txt").read_text() == told
+
+
 def test_a_rank_whose_launcher_is_gone_does_not_start(make_run: MakeRun) -> None:
     run = make_run()
     command = [sys.executable, "-m", "titanyaml.launch.rank", "--run-dir", str(run.path), "--run-id", "i",
@@ -212,7 +219,7 @@ def test_more_ranks_than_gpus_is_refused_and_a_cpu_has_no_limit(monkeypatch: pyt
 def test_the_port_is_free_for_listening_and_for_nobody_else() -> None:
     import socket
 
-    with local._free_port() as port, socket.socket() as listener:
+    with local.free_port() as port, socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen()

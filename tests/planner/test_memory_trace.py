@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from tests.ranks import run_ranks
+from titanyaml import optim
 from titanyaml.config import products
+from titanyaml.config.schema import Config
+from titanyaml.dist.env import Env
+from titanyaml.dist.tensor import local
 from titanyaml.planner import configured, live, memory, moments
-from titanyaml.runner import memory_trace
+from titanyaml.runner import memory_trace, setup
 
 SMALL = ["kernels=torch", "compile=none", "train.compute_dtype=bfloat16", "model.dim=256", "model.num_heads=8",
          "model.num_kv_heads=4", "model.vocab_size=1024", "train.seq_len=512", "train.local_batch=2",
@@ -15,14 +21,16 @@ DENSE = ["model=llama3_debug", "model.ffn_dim=768", *SMALL]
 MIXED = ["model=moe_debug", "model.moe.first_dense=0", "model.moe.ffn_dim=128", *SMALL]
 MESHES = {"single": [0], "fsdp4": [0], "tp2": [0], "cp2": [0], "pp2": [0, 1], "ep2": [0]}
 TOGETHER = [("fsdp2_tp2", 0, "none"), ("fsdp4_ep2", 0, "full")]
+#: In place of every mesh and every ac: what is stored otherwise on one data rank and on several.
+SPLIT = [("single optim.master=split", 0, "full"), ("fsdp4 optim.master=split", 0, "none")]
 
 
 @pytest.mark.parametrize(("mesh", "rank", "ac"), [
     *((mesh, rank, ac) for mesh, ranks in MESHES.items() for rank in ranks for ac in ("none", "full", "selective_op")),
-    *TOGETHER,
+    *TOGETHER, *SPLIT,
 ])
 def test_memory_is_what_the_pipeline_needs(configure, mesh: str, rank: int, ac: str) -> None:
-    config = configure(*(MIXED if "ep" in mesh else DENSE), f"parallel={mesh}", f"ac={ac}")
+    config = configure(*(MIXED if "ep" in mesh else DENSE), *f"parallel={mesh}".split(), f"ac={ac}")
     job = configured.job(config)
     real = memory_trace.measured(config, pipeline_rank=rank)
     stages = job.stages_of(rank)
@@ -35,6 +43,29 @@ def test_memory_is_what_the_pipeline_needs(configure, mesh: str, rank: int, ac: 
     assert real.saved == pytest.approx(saved, rel=0.02)
     when, parts = live.fullest(job, rank=rank)
     assert real.peak.total == pytest.approx(sum(parts.values()), rel=0.02), (when, parts, real.peak)
+
+
+def states_of_a_rank(rank: int, config: Config) -> tuple[int, ...]:
+    """Bytes of parameters, optimizer and gradients of a real rank, when the update begins."""
+    built = setup.build_model(config, Env(rank, 2, rank, torch.device("cpu"), "gloo"))
+    named = dict(built.model.named_parameters())
+    optimizer = optim.build(config.optim, named, masters=built.masters, device="cpu")
+    tokens_BS = torch.zeros(config.train.local_batch, config.train.seq_len, dtype=torch.int64)
+    built.model(tokens_BS=tokens_BS, labels_BS=tokens_BS, documents_BS=tokens_BS,
+                loss_fn=setup.loss_function(config, built.context)).backward()
+    moments = [tensor for state in optimizer.state_tensors().values() for tensor in state.values()]
+    storages = [[local(tensor.detach()).untyped_storage() for tensor in tensors] for tensors in (
+        named.values(), [*built.masters.values(), *moments], optimizer.grads())]
+    return tuple(sum({one.data_ptr(): one.nbytes() for one in kind}.values()) for kind in storages)
+
+
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_states_are_those_of_real_ranks(configure, master: str) -> None:
+    config = configure(*DENSE, "parallel=fsdp2", f"optim.master={master}", "model.num_layers=2", "train.seq_len=16",
+                       "model.dim=64", "loss.chunk_tokens=16")
+    traced = memory_trace.measured(config)
+    expected = (traced.parameters, traced.optimizer, traced.gradients)
+    assert run_ranks(states_of_a_rank, 2, config) == [expected, expected]
 
 
 @pytest.mark.parametrize(("typed", "rank"), [

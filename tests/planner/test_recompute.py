@@ -18,7 +18,7 @@ from titanyaml.planner import configured, memory
 from titanyaml.planner import plan as planning
 from titanyaml.planner import recompute as planned
 from titanyaml.rundir import RunDir
-from titanyaml.runner import recompute
+from titanyaml.runner import plan, recompute
 from titanyaml.runner.train import Trainer
 
 CPU = Env(0, 1, 0, torch.device("cpu"), "gloo")
@@ -107,6 +107,17 @@ def test_the_smallest_device_counts_on_all_ranks(configure, monkeypatch) -> None
     made, choice = recompute.settle(config, env)
     assert choice.limit == "81.0 of the device less 1.5 and 5%" and choice.limit_gib == pytest.approx(79.5 * 0.95)
     assert made.ac.mode == made.pipeline.plugins["ac"]["mode"] == "selective_op", "timed as an H200, since unknown"
+
+
+@pytest.mark.parametrize(("typed", "limit_gib", "why"), [
+    ("139", (139.8 - 1.5) * 0.95, "139.8 of the device less 1.5 and 5%"), ("120", 120, "ac.memory_gib"),
+])
+def test_a_typed_limit_leaves_the_device_its_margin(configure, typed: str, limit_gib: float, why: str) -> None:
+    config = configure(*RUN, f"ac.memory_gib={typed}")
+    made, choice = plan._settled(config)
+    assert (choice.limit_gib, choice.limit) == (pytest.approx(limit_gib), why)
+    assert made.hardware.memory_gib == pytest.approx(limit_gib + 1.5), "the plan of it is held to the same"
+    assert recompute.settle(replace(config, runner=replace(config.runner, name="check")), CPU)[1].limit == why
 
 
 def train(path: Path, compose, *overrides: str) -> tuple[list[float], RunDir]:

@@ -200,7 +200,7 @@ def test_auto_on_a_gpu_compiles_blocks():
 def test_bad_arguments_are_problems():
     ctx = context(spec(), dims=ParallelDims(dp_shard=2))
     for mode, backend, key, words in [
-        ("blocks", "aot_eager", "compile.mode", "'blocks'"), ("block", "inductr", "compile.backend", "'inductr'"),
+        ("blocks", "aot_eager", "compile.mode", "'blocks'"), ("block", "inductr", "compile.backend", "is inductr"),
         ("model", "aot_eager", "compile.mode", "2 data ranks"),
     ]:
         with pytest.raises(PipelineError) as error:

@@ -159,8 +159,8 @@ def test_names_that_stay() -> None:
                                                      "feed_forward.w2", "feed_forward.w3")]
     assert got.skipped["layers.1.attention.wo"] == "quant.filter_fqns has 'wo'"
     with pytest.raises(PipelineError) as error:
-        change(sizes(), recipe=ROWWISE, filter_fqns=["feed_foward"])
-    assert error.value.problems[0].hint == "quant.filter_fqns=[feed_forward]"
+        change(sizes(), recipe=ROWWISE, filter_fqns=["wo", "feed_foward"])
+    assert error.value.problems[0].hint == "'quant.filter_fqns=[wo,feed_forward]'", "the others stay"
 
 
 @pytest.mark.parametrize("option", ["llama3_debug", "qwen3_0_6b", "moe_debug", "mixtral_8x7b", "llama4_17bx16e"])

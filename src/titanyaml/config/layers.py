@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
+
+from titanyaml.config.kinds import spell
+from titanyaml.errors import Problem
 
 #: Sides of a product are multiples of this: what the float8 GEMM takes; mxfp8 has one scale per 32 numbers.
 ALIGNMENT = {"float8_tensorwise": 16, "float8_rowwise": 16, "float8_rowwise_with_gw_hp": 16, "mxfp8": 32}
@@ -58,6 +63,22 @@ def _is_mixture(model: Any, index: int) -> bool:
     """As ``models.moe.is_mixture``."""
     moe = model.moe
     return bool(moe.num_experts and index >= moe.first_dense and (index + 1) % moe.every == 0)
+
+
+def filter_without_module(filters: Sequence[str], names: Collection[str], *, example: str) -> Problem | None:
+    """What is wrong with ``quant.filter_fqns``: an entry that is in no name of a module.
+
+    Args:
+        example: name of a linear layer.
+    """
+    absent = next((part for part in filters if not any(part in name for name in names)), None)
+    if absent is None:
+        return None
+    short = sorted({name.rpartition(".")[2] for name in names})
+    [near] = difflib.get_close_matches(absent, short, n=1, cutoff=0)
+    left = [near if part == absent else part for part in filters]
+    return Problem("quant.filter_fqns", f"has {absent!r}, which is in no module's name",
+                   allowed=f"parts of names such as {example}", hint=f"'quant.filter_fqns={spell(left)}'")
 
 
 def reason_for_high_precision(quant: Any, name: str, n: int, k: int, *, tp: int = 1) -> str:

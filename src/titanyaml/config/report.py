@@ -73,7 +73,8 @@ def compose_report(
     elif "experiment" not in typed.doubtful:
         # the file of a device brings its links
         brought = {"cluster"} if "hardware" in typed.doubtful else set()
-        problems += check_rules(_without(tree.values, typed.doubtful | brought))
+        broken = check_rules(_without(tree.values, typed.doubtful | brought))
+        problems = [*(_narrowed(problem, broken) for problem in problems), *broken]
     if problems:
         return Report(cfg, _unique(_located(problems, loader, typed, multirun=multirun)))
     return Report(cfg if multirun else _typed(cfg, tree), [])
@@ -170,6 +171,14 @@ def _words(error: Exception) -> str:
 def _hidden(key: str, typed: Typed) -> bool:
     """A problem that would only repeat another, or that a sweep's own value takes away."""
     return any(key == one or key.startswith(f"{one}.") for one in (*typed.doubtful, *typed.swept))
+
+
+def _narrowed(problem: Problem, broken: list[Problem]) -> Problem:
+    """A key that nothing reads may have a value that a rule refuses too: what would only make it read leads into that.
+    """
+    offered = [one.hint.split(" or ") for one in broken if one.key == problem.key]
+    left = [way for way in problem.hint.split(" or ") if all(way in ways for ways in offered)]
+    return dataclasses.replace(problem, hint=" or ".join(left)) if left else problem
 
 
 def _without(values: dict[str, Any], keys: set[str], prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -102,13 +103,18 @@ def _of_backend(c: Any) -> tuple[str, str] | None:
 
 @rule("compile.backend", "compile.mode", "pipeline.plugins")
 def backend_is_known(c: Any) -> Problem | None:
-    """A plugin of others may register one; so may a package that is installed."""
+    """A package that is installed may register one; so may a plugin of others: then the node asks torch."""
     name = c.compile.backend
     if c.compile.mode == "none" or name in (*BACKENDS, *DEBUGGING) or not is_as_shipped(c):
-        return None
+        return None  # the entry points are looked up only where they count
     usual = [*BACKENDS, *(point.name for point in entry_points(group="torch_dynamo_backends"))]
-    if name in usual:
+    return unknown_backend(name, usual, debugging=DEBUGGING)
+
+
+def unknown_backend(name: str, usual: Sequence[str], *, debugging: Sequence[str]) -> Problem | None:
+    """What is wrong with a backend that is neither one to run with nor one to look for errors with."""
+    if name in (*usual, *debugging):
         return None
-    [near] = difflib.get_close_matches(name, [*usual, *DEBUGGING], n=1, cutoff=0)
+    [near] = difflib.get_close_matches(name, [*usual, *debugging], n=1, cutoff=0)
     return Problem("compile.backend", f"is {name}, which torch.compile does not know", allowed=", ".join(usual),
                    hint=f"compile.backend={near}" + " or compile.backend=inductor" * (near != "inductor"))

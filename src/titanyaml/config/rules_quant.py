@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from typing import Any
 
 from titanyaml import machine
 from titanyaml.config.hints import switch
-from titanyaml.config.kinds import spell
-from titanyaml.config.layers import ALIGNMENT, linear_layers, module_names, reason_for_high_precision
+from titanyaml.config.layers import (
+    ALIGNMENT,
+    filter_without_module,
+    linear_layers,
+    module_names,
+    reason_for_high_precision,
+)
 from titanyaml.config.ranks import degree, is_as_shipped
 from titanyaml.config.view import Rule, into, multiples_around, nearest_numbers, ways
 from titanyaml.errors import Problem
@@ -139,19 +143,10 @@ def kept_float8_weights_are_not_compiled(c: Any) -> Problem | None:
 
 @rule("quant.filter_fqns", "model", "pipeline.plugins")
 def filters_name_modules(c: Any) -> Problem | None:
-    """A plugin of others may bring modules with other names."""
+    """A plugin of others may bring modules with other names: then the node asks."""
     if not c.quant.filter_fqns or not is_as_shipped(c):
         return None
-    names = module_names(c.model)
-    absent = next((part for part in c.quant.filter_fqns if not any(part in name for name in names)), None)
-    if absent is None:
-        return None
-    short = sorted({name.rpartition(".")[2] for name in names})
-    [near] = difflib.get_close_matches(absent, short, n=1, cutoff=0)
-    left = [near if part == absent else part for part in c.quant.filter_fqns]
-    return Problem("quant.filter_fqns", f"has {absent!r}, which is in no module's name",
-                   allowed=f"parts of names such as {linear_layers(c.model)[0].name}",
-                   hint=f"'quant.filter_fqns={spell(left)}'")
+    return filter_without_module(c.quant.filter_fqns, module_names(c.model), example=linear_layers(c.model)[0].name)
 
 
 @rule("quant", "model", "parallel", "launch", "pipeline.plugins")
@@ -218,19 +213,23 @@ def narrow_moments_belong_to_float32(c: Any) -> Problem | None:
                    hint="optim=adamw or train.param_dtype=float32 train.compute_dtype=auto train.reduce_dtype=float32")
 
 
-@rule("optim.master", "train", "runner.name")
+@rule("optim.master", "train", "runner.name", "hardware.memory_gib")
 def split_masters_have_bfloat16_weights(c: Any) -> Problem | None:
-    """What a check cannot know of another machine's device is asked when the model is built."""
+    """A plan's device need not be here; nor a check's, where ``hardware`` describes one."""
     if c.optim.master != "split":
         return None
     dtype, wide = c.train.compute_dtype, c.train.param_dtype == "float64"
-    if dtype == "auto" and not machine.gpus() and c.runner.name not in ("plan", "check"):
+    checked = c.runner.name == "check"
+    elsewhere = c.runner.name == "plan" or (checked and c.hardware.memory_gib is not None)
+    on_cpu = dtype == "auto" and not elsewhere and not machine.gpus()
+    if on_cpu:
         dtype = "auto, which is float32 without a GPU"
     narrow = "train.compute_dtype=bfloat16" + wide * " train.param_dtype=float32 train.reduce_dtype=float32"
     allowed = "float32; split where weights are computed with, and so stored, in bfloat16"
     if dtype not in ("auto", "bfloat16"):
         return Problem("optim.master", f"is split, but train.compute_dtype is {dtype}: no weight is stored in bfloat16",
-                       allowed=allowed, hint=f"optim.master=float32 or {narrow}")
+                       allowed=allowed, hint=f"optim.master=float32 or {narrow}"
+                       + " or hardware=h200" * (on_cpu and checked and not wide))
     if wide:
         return Problem("optim.master", "is split, but train.param_dtype is float64: 16 bits more than bfloat16 make "
                        "float32", allowed=allowed, hint=f"optim.master=float32 or {narrow}")

@@ -87,7 +87,8 @@ class ActivationCheckpointing(PluginNode):
         low=0, high=1, when=("mode", ["selective_op"]),
     )
     memory_gib: float | None = key(
-        None, "auto: memory that a rank may reserve (GiB); null: the device's less hardware.reserve_gib and 5 %",
+        None, "auto: memory that a rank is planned to reserve at most (GiB); null, and where it is less: the device's "
+        "less hardware.reserve_gib and 5 %",
         above=0, when=("mode", ["auto"]),
     )
 

@@ -61,7 +61,7 @@ def launch(run: RunDir, *, run_id: str, nproc: int, launch: schema.Launch) -> Ou
     """
     check_devices(nproc)
     failure.clear(run.path)
-    with _free_port() as port, _stop_signals() as asked:
+    with free_port() as port, _stop_signals() as asked:
         group = _Group(run, run_id=run_id, nproc=nproc, port=port)
         try:
             group.watch(asked, grace_s=launch.shutdown_grace_s)
@@ -114,7 +114,7 @@ def _stop_signals() -> Iterator[_Asked]:
 
 
 @contextmanager
-def _free_port() -> Iterator[int]:
+def free_port() -> Iterator[int]:
     """A loopback port for the ranks' rendezvous, kept from other programs as long as the ranks live.
 
     The socket is bound and never listens: rank 0 can listen on the port (both allow reuse), but the kernel hands it out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from titanyaml import loss
+from titanyaml.config.rules_compile import unknown_backend
 from titanyaml.dist import compat_compile
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.optim import compiled as optimizer
@@ -70,11 +70,9 @@ class Compile:
         problems = []
         if self.mode not in MODES:
             problems.append(Problem("compile.mode", f"is {self.mode!r}", allowed=", ".join(MODES)))
-        if self.backend not in torch.compiler.list_backends(exclude_tags=None):
-            usual = torch.compiler.list_backends()
-            near = difflib.get_close_matches(self.backend, usual, n=1, cutoff=0)
-            problems.append(Problem("compile.backend", f"is {self.backend!r}", allowed=", ".join(usual),
-                                    hint=f"compile.backend={near[0]}" if near else "compile.backend=inductor"))
+        known = torch.compiler.list_backends
+        if unknown := unknown_backend(self.backend, known(), debugging=known(exclude_tags=None)):
+            problems.append(unknown)
         if self.mode == "model" and ctx.dims.token_degree > 1:
             problems.append(Problem(
                 "compile.mode", f"is 'model' on {ctx.dims.token_degree} data ranks; gathering weights breaks the graph",

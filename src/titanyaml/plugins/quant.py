@@ -6,13 +6,11 @@ splits it as it splits any, and calls the same product on local shards.
 
 from __future__ import annotations
 
-import difflib
-
 import torch
 from torch import Tensor, nn
 
 from titanyaml import float8
-from titanyaml.config.layers import ALIGNMENT, reason_for_high_precision
+from titanyaml.config.layers import ALIGNMENT, filter_without_module, reason_for_high_precision
 from titanyaml.dist.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.kernels.float8_gather import Float8Gather
@@ -170,11 +168,9 @@ class Quantize:
         """Linear layers that stay as they are, and why."""
         names = [name for name, _ in model.named_modules()]
         names += [name.rpartition(".")[0] for name in getattr(model, "elsewhere", ())]  # of other pipeline ranks
-        for part in self.filter_fqns:
-            if not any(part in name for name in names):
-                near = difflib.get_close_matches(part, [n.rpartition(".")[2] for n in names], n=1, cutoff=0)
-                raise PipelineError(f"{part!r} is in no layer's name", key="quant.filter_fqns",
-                                    hint=f"quant.filter_fqns=[{near[0]}]" if near else "")
+        example = next((name for name, module in model.named_modules() if isinstance(module, nn.Linear)), "")
+        if problem := filter_without_module(self.filter_fqns, names, example=example):
+            raise PipelineError([problem])
         skipped = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and (reason := self._reason(name, module, ctx)):

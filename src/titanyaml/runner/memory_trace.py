@@ -220,9 +220,10 @@ def _step(made: tracing.Stand, ledger: Ledger) -> Measured:
 
 
 def _optimizer(made: tracing.Stand, named: dict[str, nn.Parameter]) -> optim.AdamW:
-    """The one of a run, with masters as ``models.init.materialise`` makes them; torch's fused kernel has no
-    temporaries."""
-    masters = {name: p.detach().to(torch.float32) for name, p in named.items() if p.dtype.itemsize < 4}
+    """The one of a run, with masters as ``models.init.materialise`` makes them: float32, or what is left of split ones.
+    torch's fused kernel has no temporaries."""
+    dtype = torch.int16 if made.config.optim.master == "split" else torch.float32
+    masters = {name: p.detach().to(dtype) for name, p in named.items() if p.dtype.itemsize < 4}
     spec = dataclasses.replace(made.config.optim, implementation="fused")
     return optim.build(spec, named, masters=masters, device="cpu",
                        elsewhere=getattr(made.model, "elsewhere", None))

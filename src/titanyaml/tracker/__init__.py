@@ -23,7 +23,10 @@ class Sink(Protocol):
         """Take a record; must not raise and must not wait."""
 
     def close(self, state: str) -> None:
-        """Take the run's last state ("done", "failed", ...); must not raise, and return within seconds."""
+        """Take the run's last state ("done", "failed", ...); must not raise, and return within seconds.
+
+        What is not yet written has to be written here: the process ends without waiting for threads, daemons or not.
+        """
 
 
 class Trackers:
