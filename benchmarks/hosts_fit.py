@@ -1,4 +1,4 @@
-"""The rate of NVLink under which plans come closest to rows that ``hosts.py`` has measured (conf/cluster/nvlink_host.yaml).
+"""NVLink's rate under which plans come closest to what ``hosts.py`` has measured: conf/cluster/nvlink_host.yaml.
 
     python benchmarks/hosts_fit.py benchmarks/results/h200x2_20261130.json [--rows 'fsdp2*,cp2*']
 
