@@ -29,7 +29,7 @@ from tests.plugins.parity import (
 )
 from tests.plugins.small import COMPILE, FSDP, Built, batch, build, context, loss, spec
 from tests.ranks import run_ranks
-from titanyaml.dist import async_tp_times, compat, scaled_scatter
+from titanyaml.dist import async_tp_times, compat, compat_compile, scaled_scatter
 from titanyaml.dist.mesh import ParallelDims
 from titanyaml.dist.tensor import TensorGroup, scatter_sum
 from titanyaml.errors import PipelineError
@@ -114,6 +114,18 @@ def test_only_what_was_asked_for_is_fused() -> None:
     assert change.summary == (
         f"fused in the compiled graphs, forward + backward: 2 + 2 all-gathers; left as they are: {'; '.join(left)}"
     )
+
+
+def test_a_budget_of_recomputation_and_fusions() -> None:
+    """The partitioner measures what enters a graph, process groups too."""
+    try:
+        with compat.fake_process_group(2):
+            built = on_fake_ranks({"compile": GRAPH, "ac": {**FULL, "mode": "memory_budget", "budget": 0.5}})
+            changes = dict(verify(built.model, built.resolved, built.ctx))
+    finally:
+        compat_compile.set_activation_memory_budget(1.0)
+    assert changes["ac"].summary == "graphs were compiled under a budget of 0.5"
+    assert changes["async_tp"].summary.startswith("fused in the compiled graphs, forward + backward: 2 + ")
 
 
 AUTO = {**ASYNC, "operators": ["auto"]}

@@ -173,10 +173,15 @@ def set_activation_memory_budget(share: float) -> None:
     """Let graphs compiled from now on keep this share of the activations that they would keep without recomputation.
 
     torch has no public name for it. A process-wide setting: one model a process.
+
+    The partitioner measures the inputs of a graph too. From torch 2.13 on process groups are among them, as objects of
+    which it refuses to guess a size. They hold no activations: 0 bytes.
     """
     import torch._functorch.config as config
 
     config.activation_memory_budget = share
+    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
+        config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def activation_memory_budget() -> float:
