@@ -181,7 +181,10 @@ def test_text_that_would_come_alive_is_refused(inspect) -> None:
 @pytest.mark.parametrize(("values", "key", "hint"), [
     ({"data.max_files": 3, "data.kind": "synthetic"}, "data.max_files",
      "data.max_files=null or data.kind=stdlib or data.kind=files"),
-    ({"runner.prompt": "x"}, "runner.prompt", "runner.prompt=def  or runner.name=sample"),
+    ({"runner.prompt": "x"}, "runner.prompt", "'runner.prompt=\"def \"' or runner.name=sample"),
+    ({"quant.product": "own", "quant.grad_dtype": "e4m3", "quant.recipe": "mxfp8"}, "quant.product",
+     "quant.product=torchao quant.grad_dtype=auto or quant.recipe=float8_tensorwise or quant.recipe=float8_rowwise or "
+     "quant.recipe=float8_rowwise_with_gw_hp"),
     ({"tokenizer.vocab_size": 300}, "tokenizer.vocab_size",
      "tokenizer.vocab_size=null or tokenizer.kind=sentencepiece"),
 ])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 from omegaconf import OmegaConf
@@ -108,6 +109,22 @@ def test_what_was_typed(report, override: str, key: str, message: str, hint: str
     assert (problem.key, problem.hint, problem.where) == (key, hint, f"override {override!r}")
     assert problem.message.startswith(message)
     assert other.key == "sweep.on_failure"
+
+
+@pytest.mark.parametrize(("overrides", "hint"), [
+    (["ac.budget=0.5"], "ac.budget=0.8"),  # nothing is compiled here
+    (["ac.budget=0.5", "compile=block"], "ac.budget=0.8 or ac.mode=memory_budget"),
+    (["quant.product=own"], "quant.product=torchao"),  # no GPU
+    (["parallel.pp_schedule=GPipe"], "parallel.pp_schedule=1F1B or parallel.pp=2 parallel.dp_shard=1"),
+    (["parallel.pp_stages_per_rank=2"], "parallel.pp_stages_per_rank=null"),  # 1F1B has one
+    (["parallel=ddp2", "launch.nproc=2", "parallel.pp_schedule=GPipe"],
+     "parallel.pp_schedule=1F1B or parallel.pp=2 launch.nproc=null"),
+])
+def test_what_would_read_a_key_is_offered_where_it_is_accepted(report, overrides: list[str], hint: str) -> None:
+    problem, = report("tokenizer=bytes", *overrides).problems
+    assert "but nothing reads it: " in problem.message and problem.hint == hint
+    for way in hint.split(" or "):
+        assert report("tokenizer=bytes", *overrides, *shlex.split(way)).problems == []
 
 
 def test_quoted_text_of_the_hint_is_read(report) -> None:

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from titanyaml.config import schema
-from titanyaml.config.kinds import BAD, describe, kind_hint, spell, to_kind
+from titanyaml.config.hints import unread_then
+from titanyaml.config.kinds import BAD, assign, describe, kind_hint, spell, to_kind
 from titanyaml.config.nearest import Key, keys_of, nearest, nearest_key
 from titanyaml.config.plugin_nodes import check_plugins, check_runner
 from titanyaml.errors import Problem
@@ -279,6 +280,8 @@ class _Walk:
             if not sibling or name not in literal or sibling not in values or values[sibling] in needed:
                 continue
             if literal[name] != key.default:
-                ways = [f"{path}{name}={spell(key.default)}", *(f"{path}{sibling}={spell(one)}" for one in needed)]
+                back = {name: key.default} | unread_then(keys, {**values, name: key.default}, [name])
+                ways = [" ".join(assign(f"{path}{one}", value) for one, value in back.items()),
+                        *(f"{path}{sibling}={spell(one)}" for one in needed)]
                 self.refuse(f"{path}{name}", f"is {literal[name]!r}, but nothing reads it: {path}{sibling} is "
                             f"{spell(values[sibling])}, not {' or '.join(map(spell, needed))}", hint=" or ".join(ways))

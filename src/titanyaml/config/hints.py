@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -26,8 +27,15 @@ def set_back(c: Any, group: str, **changed: Any) -> dict[str, Any]:
     keys, section = keys_of(keys_of(schema.Config)[group].kind), getattr(c, group)
     there = vars(section) if is_dataclass(section) else set(section)
     values = {name: changed.get(name, getattr(section, name)) for name in keys if name in there}
-    back: dict[str, Any] = {}
-    while unread := next((name for name in values if _is_unread(keys[name], values)), None):
+    return unread_then(keys, values, changed)
+
+
+def unread_then(keys: dict[str, Any], values: dict[str, Any], changed: Iterable[str]) -> dict[str, Any]:
+    """Of a section's ``values`` those, with their defaults, that nothing reads any more because of the ``changed``
+    ones; and those that nothing reads because of these, and so on."""
+    values, back = dict(values), {}
+    while unread := next((name for name in values if _is_unread(keys[name], values)
+                          and keys[name].rules["when"][0] in (*changed, *back)), None):
         values[unread] = back[unread] = keys[unread].default
     return back
 

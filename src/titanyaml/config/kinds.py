@@ -18,6 +18,12 @@ def spell(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def assign(key: str, value: Any) -> str:
+    """``key=value`` as it is typed: in quotes, the shell's and Hydra's, where a text has blanks."""
+    text = spell(value)
+    return f"'{key}=\"{text}\"'" if " " in text else f"{key}={text}"
+
+
 def to_kind(kind: Any, value: Any) -> Any:
     """The value in a scalar type, BAD where it has another."""
     number = isinstance(value, int | float) and not isinstance(value, bool)

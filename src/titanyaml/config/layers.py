@@ -71,6 +71,10 @@ def filter_without_module(filters: Sequence[str], names: Collection[str], *, exa
     Args:
         example: name of a linear layer.
     """
+    if "" in filters:
+        return Problem("quant.filter_fqns", "has an empty text, which names no layer",
+                       allowed=f"parts of names such as {example}",
+                       hint=f"'quant.filter_fqns={spell([part for part in filters if part])}'")
     absent = next((part for part in filters if not any(part in name for name in names)), None)
     if absent is None:
         return None

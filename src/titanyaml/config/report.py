@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +74,11 @@ def compose_report(
     elif "experiment" not in typed.doubtful:
         # the file of a device brings its links
         brought = {"cluster"} if "hardware" in typed.doubtful else set()
-        broken = check_rules(_without(tree.values, typed.doubtful | brought))
+        left_out = typed.doubtful | brought
+        broken = check_rules(_without(tree.values, left_out))
         problems = [*(_narrowed(problem, broken) for problem in problems), *broken]
+        problems = [_with_ways_on(problem, cfg, left_out, problems) if "but nothing reads it: " in problem.message
+                    else problem for problem in problems]
     if problems:
         return Report(cfg, _unique(_located(problems, loader, typed, multirun=multirun)))
     return Report(cfg if multirun else _typed(cfg, tree), [])
@@ -185,6 +189,29 @@ def _without(values: dict[str, Any], keys: set[str], prefix: str = "") -> dict[s
     """A copy of a nested tree that lacks some dotted keys."""
     return {name: _without(value, keys, f"{prefix}{name}.") if isinstance(value, dict) else value
             for name, value in values.items() if f"{prefix}{name}" not in keys}
+
+
+def _with_ways_on(problem: Problem, cfg: DictConfig, left_out: set[str], known: list[Problem]) -> Problem:
+    """The problem of a key that nothing reads, without the ways that lead into another one.
+
+    The first, which sets the key back, stays.
+    """
+    first, *others = problem.hint.split(" or ")
+    plain = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [name for name in cfg if name != "hydra"]))
+    told = {(one.key, one.message) for one in known}
+
+    def leads_on(way: str) -> bool:
+        changed = OmegaConf.create(plain)
+        for assigned in shlex.split(way):
+            key, _, value = assigned.partition("=")
+            if "." not in key:
+                return True  # an option: only a composition would tell
+            OmegaConf.update(changed, key, yaml.safe_load(value))
+        tree = inspect(changed)
+        found = [*tree.problems, *check_rules(_without(tree.values, left_out))]
+        return all((one.key, one.message) in told for one in found)
+
+    return dataclasses.replace(problem, hint=" or ".join([first, *filter(leads_on, others)]))
 
 
 def _located(problems: list[Problem], loader: Any, typed: Typed, *, multirun: bool) -> list[Problem]:

@@ -74,8 +74,9 @@ def pipeline_keys_are_read(c: Any) -> Problem | None:
     given = _given(c, *KEYS)
     if _ranks(c) != 1 or not given:
         return None
+    ranks = " parallel.dp_shard=1" * (c.parallel.dp_shard == -1) + " launch.nproc=null" * (c.launch.nproc is not None)
     return Problem(f"parallel.{given[0]}", f"is {spell(getattr(c.parallel, given[0]))}, but nothing reads it: "
-                   "parallel.pp is 1", hint=f"{_unset(given)} or parallel.pp=2")
+                   "parallel.pp is 1", hint=f"{_unset(given)} or parallel.pp=2{ranks}")
 
 
 @rule("parallel")

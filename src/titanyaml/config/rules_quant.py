@@ -122,7 +122,7 @@ def gathered_float8_is_not_kept_twice(c: Any) -> Problem | None:
 
 @rule("quant.recipe", "quant.product", "quant.force_recompute_weight")
 def kept_float8_weights_have_one_scale(c: Any) -> Problem | None:
-    if c.quant.force_recompute_weight or c.quant.product == "own" or c.quant.recipe == "float8_tensorwise":
+    if c.quant.force_recompute_weight or c.quant.product == "own" or c.quant.recipe in ("none", "float8_tensorwise"):
         return None
     return Problem("quant.force_recompute_weight", f"is false with {c.quant.recipe}, where torchao casts a weight "
                    "along another side in the backward pass", allowed="true; false with own or tensorwise",
@@ -132,7 +132,7 @@ def kept_float8_weights_have_one_scale(c: Any) -> Problem | None:
 @rule("quant.product", "quant.force_recompute_weight", "compile.mode", "runner.name")
 def kept_float8_weights_are_not_compiled(c: Any) -> Problem | None:
     """compile=auto compiles on a GPU only, which a plan has and this machine may lack."""
-    if c.quant.force_recompute_weight or c.quant.product == "own" or c.compile.mode == "none":
+    if c.quant.force_recompute_weight or c.quant.product == "own" or "none" in (c.quant.recipe, c.compile.mode):
         return None
     if c.compile.mode == "auto" and c.runner.name != "plan" and not machine.gpus():
         return None
