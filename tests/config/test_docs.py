@@ -40,6 +40,15 @@ def test_every_group_has_a_row() -> None:
     assert listed >= (groups - {"local"}) | {"experiment"}
 
 
+def test_every_option_is_in_the_row_of_its_group() -> None:
+    """Written whole, or without what it shares with the one before (`llama3_1b`, `3b`)."""
+    text = (DOCS / "configuration.md").read_text(encoding="utf-8").partition("<!-- keys")[0]
+    for group, listed in re.findall(r"^\| `(\w+)` \| (.+?) \|", text, re.MULTILINE):
+        names = set(re.findall(r"`(\w+)`", listed))
+        for option in (DOCS.parent / "conf" / group).glob("*.yaml"):
+            assert any(option.stem == name or option.stem.endswith(f"_{name}") for name in names), option
+
+
 def test_links_between_the_documents_lead_somewhere() -> None:
     for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "experiments" / "README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
