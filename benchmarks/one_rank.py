@@ -5,11 +5,13 @@
 The first argument is the number of ranks, the others are titanyaml's. The rank is number 0. Every transfer is a copy
 inside the device, as if all ranks held what this one holds: shapes, kernels and memory are those of the job, losses are
 not, and what the network would take is missing, so that no speed of this is one of the job. With tp, ids must be such
-that rank 0 has their embeddings (``tokenizer=bytes`` and text).
+that rank 0 has their embeddings (``tokenizer=bytes`` and text). A pipeline's rank cannot be alone, since its neighbours
+hold other layers.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from typing import Any
@@ -94,6 +96,11 @@ class Alone(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base
 
+    def send(self, *_: Any) -> dist.Work:
+        sys.exit("one_rank.py: a pipeline's rank waits for others; parallel.pp is 1 here")
+
+    recv = send
+
 
 def _done(result: Any) -> dist.Work:
     future = torch.futures.Future()
@@ -117,6 +124,20 @@ def stand_alone(ranks: int) -> None:
     train.agree.refuse_different_replicas = train.agree.refuse_equal_streams = lambda *asked: None
 
 
+def parse(typed: list[str]) -> tuple[int, list[str]]:
+    """(ranks, titanyaml's arguments) of a command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("ranks", type=int, help="of the job")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, help="titanyaml's, with runner=bench")
+    options = parser.parse_args(typed)
+    if options.ranks < 1:
+        parser.error(f"{options.ranks} ranks")
+    if "runner=bench" not in options.overrides:
+        parser.error("runner=bench is missing: what a lone rank trains, and would save, is nothing")
+    return options.ranks, options.overrides
+
+
 if __name__ == "__main__":
-    stand_alone(int(sys.argv.pop(1)))
+    ranks, sys.argv[1:] = parse(sys.argv[1:])
+    stand_alone(ranks)
     cli.main()

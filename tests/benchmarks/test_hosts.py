@@ -80,3 +80,12 @@ def test_parity_is_held_to_its_bounds(script, monkeypatch, tmp_path, losses, nor
     monkeypatch.setattr(checks, "_train", lambda options, folder, limit_s: (
         alone if folder.name.endswith("single") else {"error": "exit code 1"}))
     assert checks.parity(2, tmp_path, dtype="float64", limit_s=9, only=["tp2"])["ok"] is False
+
+
+@pytest.mark.parametrize("typed", [[], ["runner=bench"], ["0", "runner=bench"], ["4", "parallel=fsdp4"]])
+def test_one_rank_wants_a_number_of_ranks_and_a_benchmark(typed: list[str], script, capsys) -> None:
+    one_rank = script("one_rank")
+    with pytest.raises(SystemExit) as refused:
+        one_rank.parse(typed)
+    assert refused.value.code == 2 and "usage: " in capsys.readouterr().err
+    assert one_rank.parse(["4", "runner=bench", "parallel=fsdp4"]) == (4, ["runner=bench", "parallel=fsdp4"])

@@ -115,6 +115,7 @@ def test_what_was_typed(report, override: str, key: str, message: str, hint: str
     (["ac.budget=0.5"], "ac.budget=0.8"),  # nothing is compiled here
     (["ac.budget=0.5", "compile=block"], "ac.budget=0.8 or ac.mode=memory_budget"),
     (["quant.product=own"], "quant.product=torchao"),  # no GPU
+    (["quant.force_recompute_weight=false"], "quant.force_recompute_weight=true"),
     (["parallel.pp_schedule=GPipe"], "parallel.pp_schedule=1F1B or parallel.pp=2 parallel.dp_shard=1"),
     (["parallel.pp_stages_per_rank=2"], "parallel.pp_stages_per_rank=null"),  # 1F1B has one
     (["parallel=ddp2", "launch.nproc=2", "parallel.pp_schedule=GPipe"],

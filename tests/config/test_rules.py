@@ -292,7 +292,6 @@ def test_rule(ask, name: str) -> None:
 
 @pytest.mark.parametrize(("overrides", "hint"), [
     (["quant=float8_rowwise", "quant.emulate=true", "quant.fast_accum=true"], "quant.fast_accum=null"),
-    (["quant.force_recompute_weight=false"], "quant.force_recompute_weight=true"),
     (["quant.fsdp_float8_all_gather=true"], "quant.fsdp_float8_all_gather=false"),
 ])
 def test_a_value_that_a_rule_refuses_is_not_to_be_read(report, overrides: list[str], hint: str) -> None:
