@@ -504,3 +504,9 @@ def test_freed_memory_takes_whole_gradients_alone(ask, overrides, text) -> None:
     assert ask(name, [*overrides, problem.hint]) is None
     assert ask(name, ["parallel=fsdp2", "train.local_batch=2", "train.global_batch=4",
                       "parallel.fsdp_reuse_memory=true"]) is None
+
+
+def test_an_empty_text_filters_nothing(ask) -> None:
+    problem = ask("filters_name_modules", [*BYTES, "quant=float8_rowwise", "quant.filter_fqns=['',wq]"])
+    assert problem.message == "has an empty text, which names no layer"
+    assert problem.hint == "'quant.filter_fqns=[wq]'"
