@@ -86,11 +86,27 @@ def test_a_search_chooses_the_jobs_of_a_sweep(typed, tmp_path: Path) -> None:
     assert speeds == pytest.approx([one["tps"] for one in best[:2]])
 
 
+def test_the_command_of_the_first_choice_is_planned_alike(typed, tmp_path: Path) -> None:
+    done = typed("-m", "hydra/sweeper=titan_search", "runner=plan", "model=llama3_8b", "hardware=h100_sxm",
+                 "launch.nproc=8", "train.global_batch=32", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1",
+                 "quant.product=torchao,own", "train.local_batch=2,4", "hydra.sweep.dir=found")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found" / "search.json").read_text())
+    command = found["command"].split("-m titanyaml ")[1].split()
+    assert "quant.product=own" in command and any("ac.keep_products=" in text for text in command)
+    again = typed("runner=plan", "run.dir=again", *command)
+    assert again.returncode == 0, again.stderr
+    plan, first = json.loads((tmp_path / "again" / "plan.json").read_text()), found["best"][0]
+    assert plan["fits"] and plan["tps"] == pytest.approx(first["tps"], rel=1e-9)
+    assert plan["memory_gib"]["total"] == pytest.approx(first["memory_gib"], rel=1e-9)
+
+
 @pytest.mark.parametrize(("overrides", "words"), [
     (["hardware=h200", "parallel=auto"], "a search must know on how many devices"),
     (["hardware=h200", "launch.nproc=8", "train.seq_len=100000000"], "train.seq_len"),
     (["hardware=h200", "launch.nproc=8", "quant=none,float8_rowwize", "ac=fulll,none", "hydra.sweep.dir=swept"],
      "try: quant=float8_rowwise"),
+    (["hardware=h200", "launch.nproc=8", "parallel=fsdp8", "ac=full", "ac.every=4"], "try: leave that key out"),
     (["hardware=h200", "launch.nproc=8", "hydra.sweeper.jobs=-1"], "hydra.sweeper.jobs: is -1"),
     (["hardware=h200", "launch.nproc=8", "parallel=fsdp8,fsdp4_tp4"], "is 8, but parallel=fsdp4_tp4 has 16 ranks"),
 ])

@@ -2,40 +2,154 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import io
+import itertools
 
-from titanyaml.planner import configured, memory, search
+import pytest
+from rich.console import Console
+
+from titanyaml.config import rules, schema
+from titanyaml.planner import around, configured, kept, memory, recompute, search, space
 from titanyaml.planner import plan as planning
-from titanyaml.planner.search import Space
+from titanyaml.planner.space import Space
+from titanyaml.runner import search_progress
 
 SIXTEEN = ["hardware=h100_500w", "model=llama3_8b", "launch.nproc=16", "train.global_batch=32",
            "train.local_batch=1"]
 
 
+def _planned(config, tried: Space, values: list[space.Values]) -> dict[str, float]:
+    """Tokens/s of those that are legal, by all rules, and fit; by what is typed."""
+    near, found = around.Around(config), {}
+    for one in values:
+        made = near.config(one)
+        if rules.check_rules(dataclasses.asdict(made)):
+            continue
+        plan = planning.plan(configured.job(made))
+        if plan.total_gib * (1.28 if plan.memory.lower_bound else 1) <= plan.limit_gib:
+            found[near.change(one)] = plan.tps
+    return found
+
+
+def _fastest(found: dict[str, float]) -> list[float]:
+    return sorted(found.values(), reverse=True)[:10]
+
+
 def test_the_bound_leaves_none_of_the_fastest_out(configure) -> None:
     config = configure(*SIXTEEN)
-    space = Space(axes={"cp": (1,), "pp": (1, 2)}, ac=("none", "full"), quant=("none",))
-    found = search.search(config, space)
-    legal = [candidate for _, candidate in search._candidates(config, space)
-             if not search.rules.check_rules(search.dataclasses.asdict(candidate))]
-    assert (found.legal, found.tried) == (len(legal), len(list(search._candidates(config, space))))
-    assert found.tried > found.legal > found.fitted > 30
-    plans = [planning.plan(configured.job(candidate)) for candidate in legal]
-    speeds = sorted((made.tps for made in plans if made.total_gib * (1.28 if made.memory.lower_bound else 1)
-                     <= made.limit_gib), reverse=True)
-    assert len(speeds) == found.fitted
-    assert [one.plan.tps for one in found.best] == pytest.approx(speeds[:10])
+    tried = Space(axes={"cp": (1,), "pp": (1, 2)}, ac=("none", "full"), quant=("none",))
+    found = search.search(config, tried)
+    every = [cell | {"ac.mode": mode} for cell in space.cells(config, tried) for mode in tried.ac]
+    fitting = _planned(config, tried, every)
+    assert found.tried == len(every) > found.legal > found.fitted == len(fitting) > 30
+    assert [one.plan.tps for one in found.best] == pytest.approx(_fastest(fitting))
+
+
+SMALL = ["hardware=h100_sxm", "hardware.memory_gib=24", "model=llama3_8b", "model.num_layers=4", "launch.nproc=8",
+         "train.global_batch=32", "train.local_batch=1"]
+
+
+def test_own_products_and_steps_are_those_of_every_cell(configure) -> None:
+    """Without bounds and bisection: every cell with every kernel, every usual way to recompute, and every step."""
+    config = configure(*SMALL)
+    usual = ("none", "memory_budget", "selective_op", "full")
+    tried = Space(axes={"tp": (1, 2), "cp": (1,), "pp": (1, 2), "dp_replicate": (1,)}, async_tp=(False,), ac=usual,
+                  quant=("float8_tensorwise",), schedule=("1F1B",), local_batch=(1, 2, 4, 8))
+    found = search.search(config, tried)
+    every = [cell | kernels for cell in space.cells(config, tried)
+             for kernels in ({}, {"quant.product": "own"}, {"quant.product": "own", "optim.master": "split"})]
+    modes = _planned(config, tried, [one | {"ac.mode": mode} for one in every for mode in usual])
+    steps = {}
+    for one in every:
+        shares = [one | {"ac.mode": "selective_op", "ac.keep_products": share / 8} for share in range(9)]
+        fit = _planned(config, tried, [share for share in shares if _leaves_room(config, share)])
+        none = one | {"ac.mode": "none"}
+        if fit and not (around.Around(config).change(none) in modes and _leaves_room(config, none)):
+            steps |= dict([max(fit.items(), key=lambda two: two[1])])
+    assert [one.plan.tps for one in found.best] == pytest.approx(_fastest(modes | steps))
+    first = found.best[0].change
+    assert "quant.product=own" in first and first in steps and first not in modes
+
+
+def _leaves_room(config, values: space.Values) -> bool:
+    job = configured.job(around.Around(config).config(values))
+    limit = (job.device.memory_gib - job.device.reserve_gib) * (1 - recompute.RESERVE)
+    return kept.plan_memory(job).with_margin / memory.GIB <= limit
+
+
+def test_70b_is_faster_with_what_nobody_typed(configure) -> None:
+    """The choice among the usual ways, with torchao's products, is beaten by a seventh at least."""
+    config = configure("hardware=h100_500w", "model=llama3_70b", "launch.nproc=256", "train.global_batch=512",
+                       "train.local_batch=1")
+    tried = Space(axes={"tp": (2,), "cp": (1,), "pp": (1,), "dp_replicate": (1,)}, quant=("float8_tensorwise",))
+    usual = dataclasses.replace(tried, product=("torchao",), keep_products=(0.5,),
+                                ac=("none", "memory_budget", "selective_op", "full"))
+    one, other = search.search(config, tried).best[0], search.search(config, usual).best[0]
+    assert "quant.product" not in other.change
+    assert one.plan.tps > 8 / 7 * other.plan.tps
+
+
+@pytest.mark.parametrize(("overrides", "changes"), [
+    ([], {"quant.product": "torchao"}), ([], {"optim.master": "float32"}), (["kernels=torch"], {}),
+])
+def test_what_is_typed_is_kept(configure, overrides: list[str], changes: dict[str, str]) -> None:
+    config = configure(*SIXTEEN, *overrides)
+    given = {key.partition(".")[2]: (value,) for key, value in changes.items()}
+    tried = Space(axes={"pp": (1,), "cp": (1,), "tp": (1,)}, ac=("full",), quant=("float8_rowwise",),
+                  typed=frozenset(changes), **given)
+    found = search.search(config, tried).best
+    own = any("quant.product=own" in one.change for one in found)
+    assert own == ("optim.master" in changes)
+    assert not any("optim.master=split" in one.change for one in found)
+    assert all(f"{key}={value}" in one.change for one in found for key, value in changes.items())
+
+
+def test_a_typed_key_is_never_left_unread(configure) -> None:
+    config = dataclasses.replace(configure(*SIXTEEN), ac=schema.ActivationCheckpointing(every=4))
+    tried = Space(axes={"pp": (1,), "cp": (1,)}, quant=("none",), typed=frozenset({"ac.every"}))
+    found = search.search(config, tried)
+    assert {(one.plan.job.ac, one.plan.job.ac_every) for one in found.best} == {("selective_layer", 4)}
+    assert found.refused == {"ac.every is typed, and nothing would read it": found.tried - found.legal}
+
+
+def test_rules_asked_once_say_what_all_rules_say(configure) -> None:
+    """Also where what a rule reads next depends on what it has read."""
+    config = configure(*SIXTEEN)
+    near, seen = around.Around(config), set()
+    tried = Space(axes={"cp": (1, 2)}, schedule=("1F1B", "ZBVZeroBubble"))
+    for cell in list(space.cells(config, tried))[::7]:
+        for mode in ("none", "full"):
+            values = cell | {"ac.mode": mode, "quant.product": "own", "optim.master": "split"}
+            made = near.config(values)
+            problems = rules.check_rules(dataclasses.asdict(made))
+            said = near.problem(values, made)
+            assert said == (f"{problems[0].key} {problems[0].message}" if problems else "")
+            seen.add(said.partition(" ")[0])
+    assert {"", "optim.master"} < seen
+
+
+def test_progress_is_told_in_lines_now_and_then(configure, monkeypatch) -> None:
+    out, clock = io.StringIO(), itertools.count(step=0.25)
+    monkeypatch.setattr(search_progress.time, "monotonic", lambda: next(clock))
+    with search_progress.Progress(Console(file=out, width=80)) as progress:
+        found = search.search(configure(*SIXTEEN), Space(axes={"pp": (1,), "cp": (1,)}), progress.tell)
+    lines, asked = out.getvalue().splitlines(), next(clock) / 0.25
+    assert found.tried < asked and len(lines) == pytest.approx(asked * 0.25 / 5, rel=0.05)
+    for doing in ("every mesh and batch", "own products"):
+        told = [line for line in lines if doing in line]
+        assert " tried, " in told[-1] and " fit, best so far " in told[-1] and "tokens/s: parallel=" in told[-1]
 
 
 def test_a_choice_is_planned_as_it_was_found(configure) -> None:
     config = configure(*SIXTEEN)
-    space = Space(axes={"tp": (2,), "pp": (2,), "cp": (1,)}, quant=("float8_tensorwise",), ac=("selective_op",))
-    found = search.search(config, space).best
+    tried = Space(axes={"tp": (2,), "pp": (2,), "cp": (1,)}, quant=("float8_tensorwise",), ac=("selective_op",))
+    found = search.search(config, tried).best
     assert {one.plan.job.tokens_per_step for one in found} == {32 * 8192}
     assert {one.plan.job.schedule for one in found} == {"1F1B", "Interleaved1F1B"}
     for one in (found[0], found[-1]):
         again = configured.job(configure("hardware=h100_500w", "model=llama3_8b", *one.change.split()))
-        assert memory.plan_memory(again).total / memory.GIB == pytest.approx(one.plan.total_gib)
+        assert kept.plan_memory(again).total / memory.GIB == pytest.approx(one.plan.total_gib)
         assert planning.plan(again).tps == pytest.approx(one.plan.tps)
 
 
@@ -43,16 +157,16 @@ def test_70b_is_at_least_as_fast_as_published(configure) -> None:
     """The published configuration is among hundreds of legal ones on 256 devices, and one at least as fast is found."""
     published = configure("hardware=h100_500w", "model=llama3_70b", "parallel=fsdp32_tp8", "ac=full",
                           "train.local_batch=16", "train.global_batch=512", "compile.async_tp=true")
-    space = Space(axes={"tp": (4, 8), "cp": (1,), "pp": (1, 2)}, quant=("none",), ac=("selective_op", "full"))
+    tried = Space(axes={"tp": (4, 8), "cp": (1,), "pp": (1, 2)}, quant=("none",), ac=("selective_op", "full"))
     found = search.search(configure("hardware=h100_500w", "model=llama3_70b", "launch.nproc=256",
-                                    "train.global_batch=512", "train.local_batch=1"), space)
+                                    "train.global_batch=512", "train.local_batch=1"), tried)
     assert found.legal >= 300
     assert found.best[0].plan.tps >= planning.plan(configured.job(published)).tps
 
 
 def test_a_device_without_float8_is_searched_without(configure) -> None:
-    space = Space(axes={"pp": (1,), "cp": (1,)}, ac=("full",))
-    found = search.search(configure(*SIXTEEN[1:], "hardware=a100_80gb"), space)
+    tried = Space(axes={"pp": (1,), "cp": (1,)}, ac=("full",))
+    found = search.search(configure(*SIXTEEN[1:], "hardware=a100_80gb"), tried)
     assert {one.plan.job.quant for one in found.best} == {"none"}
 
 

@@ -153,27 +153,51 @@ def _ways(config: Config, job: Job, limit_gib: float) -> list[ActivationCheckpoi
     found = [replace(base, mode="none")]
     if job.compiled and config.compile.backend == "inductor":
         found.append(replace(base, mode="memory_budget", budget=BUDGET))
-    layers = job.shape.num_layers
-    counts: dict[int, int] = {}  # blocks that are recomputed -> smallest period, which spreads them evenly
-    for every in range(2, layers + 1):
-        counts.setdefault(-(-layers // every), every)
-    found += [replace(base, mode="selective_layer", every=every) for every in sorted(counts.values(), reverse=True)]
+    found += [replace(base, mode="selective_layer", every=every) for every in _periods(job)]
     found += [replace(base, mode="selective_op", keep_products=share) for share in _shares(job, limit_gib)]
     return [*found, replace(base, mode="full")]
 
 
+def _periods(job: Job) -> list[int]:
+    """Of ``ac.every``, the longest first: each recomputes another number of blocks, as evenly spread as can be."""
+    layers = job.shape.num_layers
+    counts: dict[int, int] = {}  # blocks that are recomputed -> smallest period
+    for every in range(2, layers + 1):
+        counts.setdefault(-(-layers // every), every)
+    return sorted(counts.values(), reverse=True)
+
+
+def longest_period(job: Job, limit_gib: float) -> int | None:
+    """The longest ``ac.every`` that fits; None where none does."""
+    periods = _periods(job)
+    first = bisect.bisect_left(periods, True, key=lambda every: not _exceeds(
+        replace(job, ac="selective_layer", ac_every=every), limit_gib))
+    return periods[first] if first < len(periods) else None
+
+
+def largest_share(job: Job, limit_gib: float) -> float | None:
+    """The largest ``ac.keep_products`` that fits, in half blocks; None where none does."""
+    over = _first_over(job, limit_gib)
+    return _share(job, over - 1) if over else None
+
+
 def _shares(job: Job, limit_gib: float) -> list[float]:
-    """Of kept products, the largest first: the largest that fits, the next larger one, and every second product. The
-    steps are half blocks."""
-    half = job.shape.num_layers
+    """Of kept products, the largest first: the largest that fits, the next larger one, and every second product."""
+    half, over = job.shape.num_layers, _first_over(job, limit_gib)
+    steps = {over - 1, over, half} & set(range(2 * half + 1))
+    return [_share(job, step) for step in sorted(steps, reverse=True)]
 
-    def share(step: int) -> float:
-        return round(step / (2 * half), 4)
 
-    def exceeds(step: int) -> bool:
-        room = kept.plan_memory(replace(job, ac="selective_op", ac_keep=share(step)))
-        return room.with_margin / memory.GIB > limit_gib
+def _share(job: Job, step: int) -> float:
+    """Of kept products, in steps of half blocks."""
+    return round(step / (2 * job.shape.num_layers), 4)
 
-    steps = range(2 * half + 1)
-    over = bisect.bisect_left(steps, True, key=exceeds)
-    return [share(step) for step in sorted({over - 1, over, half} & set(steps), reverse=True)]
+
+def _first_over(job: Job, limit_gib: float) -> int:
+    """The first step that does not fit, or one more than there are."""
+    return bisect.bisect_left(range(2 * job.shape.num_layers + 1), True, key=lambda step: _exceeds(
+        replace(job, ac="selective_op", ac_keep=_share(job, step)), limit_gib))
+
+
+def _exceeds(job: Job, limit_gib: float) -> bool:
+    return kept.plan_memory(job).with_margin / memory.GIB > limit_gib

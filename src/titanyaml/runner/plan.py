@@ -10,10 +10,9 @@ from rich.console import Console
 
 from titanyaml.config import degrees
 from titanyaml.config.schema import Config
-from titanyaml.planner import changes, configured, report, timeline
+from titanyaml.planner import changes, configured, report, space, timeline
 from titanyaml.planner import plan as planning
 from titanyaml.planner import recompute as planned
-from titanyaml.planner import search as searching
 from titanyaml.planner.budget import budget
 from titanyaml.planner.plan import Plan
 from titanyaml.planner.recompute import Choice
@@ -85,7 +84,7 @@ def _record(config: Config, made: Plan) -> dict[str, Any]:
         told = "; ".join(map(_way, ways.found))
         remarks[0] += f". What fits: {told}" * bool(told)
         remarks[1:1] = [few] if (few := ways.few()) else []
-    return {"model": config.model.name, "mesh_name": searching.name(mesh), **made.record(), "budget": spent,
+    return {"model": config.model.name, "mesh_name": space.name(mesh), **made.record(), "budget": spent,
             "tokens_per_day": spent["tokens_per_day"], "gpu_hours": spent["gpu_hours"], "cost": spent["cost"],
             "changes": [asdict(way) for way in ways.found], "warnings": remarks}
 

@@ -1,6 +1,6 @@
 """``hydra/sweeper=titan_search``: what was typed becomes the space of a search, and what it finds the jobs of a sweep.
 
-One value that is typed is kept, several are chosen among, and what is not typed is tried as ``planner.search.Space``
+One value that is typed is kept, several are chosen among, and what is not typed is tried as ``planner.space.Space``
 says. Several values of a key that a search does not choose make several searches. Imports no torch.
 """
 
@@ -27,13 +27,19 @@ from titanyaml.config.report import compose_report
 from titanyaml.config.schema import Config
 from titanyaml.errors import ConfigError, Problem
 from titanyaml.planner import search as searching
-from titanyaml.planner.search import Found, Result, Space
+from titanyaml.planner import space
+from titanyaml.planner.around import UNREAD
+from titanyaml.planner.search import Found, Result
+from titanyaml.planner.space import Space
 from titanyaml.rundir import atomic_write
+from titanyaml.runner.search_progress import Progress
 
 #: What may be typed of a dimension: its group and its key.
-_DIMENSIONS = {"ac": "ac", "ac.mode": "ac", "quant": "quant", "quant.recipe": "quant",
-               "quant.fsdp_float8_all_gather": "gather", "train.local_batch": "local_batch",
-               "parallel.pp_schedule": "schedule", "compile.async_tp": "async_tp"}
+_DIMENSIONS = {"ac": "ac", "ac.mode": "ac", "ac.keep_products": "keep_products", "quant": "quant",
+               "quant.recipe": "quant", "quant.fsdp_float8_all_gather": "gather", "quant.product": "product",
+               "optim.master": "master", "train.local_batch": "local_batch", "parallel.pp_schedule": "schedule",
+               "compile.async_tp": "async_tp"}
+_GROUPS = {"ac": "ac.mode", "quant": "quant.recipe"}
 _AXES = {f"parallel.{axis}": axis for axis in degrees.AXES}
 #: What the command that runs a found configuration leaves out of what was typed.
 _PLANNING = ("runner=plan", "runner.", "run.", "hydra")
@@ -41,11 +47,12 @@ _PLANNING = ("runner=plan", "runner.", "run.", "hydra")
 
 @dataclass(frozen=True)
 class Typed:
-    """The overrides of a search. given: values of dimensions and axes by name; base: what every candidate is composed
-    with, once for each combination of several values of other keys."""
+    """The overrides of a search. given: values of dimensions and axes by name; bases: what every candidate is composed
+    with, once for each combination of several values of other keys; keys: all that were typed."""
 
     given: dict[str, list[Any]]
     bases: list[list[str]]
+    keys: frozenset[str]
 
 
 def run(arguments: Sequence[str], master: DictConfig, loader: Any, launcher: Any, *, jobs: int) -> Any:
@@ -64,7 +71,8 @@ def run(arguments: Sequence[str], master: DictConfig, loader: Any, launcher: Any
     found, total = [], Result()
     for base in typed.bases:
         config = _base(base, typed, composing)
-        result = searching.search(config, _space(typed, config))
+        with Progress() as progress:
+            result = searching.search(config, _space(typed, config), progress.tell)
         found += [(_kept(base), config, one) for one in result.best]
         total = Result([], total.tried + result.tried, total.legal + result.legal, total.fitted + result.fitted,
                        total.refused + result.refused)
@@ -111,7 +119,8 @@ def sort_out(overrides: list[Override]) -> Typed:
             others += [texts] if len(texts) == 1 else []
         else:
             others.append(texts)
-    return Typed(given, [list(one) for one in itertools.product(*others)])
+    keys = frozenset(_GROUPS.get(override.key_or_group, override.key_or_group) for override in overrides)
+    return Typed(given, [list(one) for one in itertools.product(*others)], keys)
 
 
 def _check_values(overrides: list[Override], composing: hydra_hook.Loader) -> None:
@@ -156,10 +165,10 @@ def _space(typed: Typed, config: Config) -> Space:
                           hint="launch.nproc=256 or parallel=fsdp32_tp8,fsdp64_tp4")
     _check_ranks(named, axes, config.launch.nproc)
     dimensions = {name: values for name, values in given.items() if name in _DIMENSIONS.values()}
-    if dimensions.get("ac") == ("auto",):  # that is what a search does
+    if "auto" in dimensions.get("ac", ()):  # that is what a search does
         del dimensions["ac"]
     return Space(meshes=tuple(mesh | {axis: axes[axis][0] for axis in axes} for mesh in named) or None, axes=axes,
-                 **dimensions)
+                 typed=typed.keys, **dimensions)
 
 
 def _check_ranks(named: tuple[dict[str, int], ...], axes: dict[str, tuple[int, ...]], nproc: int | None) -> None:
@@ -172,7 +181,7 @@ def _check_ranks(named: tuple[dict[str, int], ...], axes: dict[str, tuple[int, .
         sizes = mesh | {axis: axes[axis][0] for axis in axes}
         ranks = math.prod(sizes[axis] for axis in degrees.MESH_AXES)
         if nproc not in (None, ranks):
-            name = searching.name(sizes)
+            name = space.name(sizes)
             raise ConfigError([Problem("launch.nproc", f"is {nproc}, but parallel={name} has {ranks} ranks",
                                        f"{ranks}, or null, for parallel={name}; or meshes of {nproc} ranks",
                                        f"launch.nproc={ranks} or launch.nproc=null or parallel=auto")])
@@ -212,8 +221,9 @@ def _nothing(total: Result) -> ConfigError:
                            hint="launch.nproc=<more ranks>, or a smaller train.seq_len")
     most = collections.Counter(total.refused).most_common(1)
     why = f"; most often: {most[0][0]}" if most else ": no mesh of these degrees divides the ranks and the batch"
-    return ConfigError(f"none of {total.tried} configurations is legal{why}", key="parallel",
-                       hint="launch.nproc=<ranks> train.global_batch=<a multiple of them>")
+    unread = most and most[0][0].endswith(UNREAD)
+    return ConfigError(f"none of {total.tried} configurations is legal{why}", key="parallel", hint="leave that key out"
+                       if unread else "launch.nproc=<ranks> train.global_batch=<a multiple of them>")
 
 
 def _tell(rows: list[dict[str, Any]], counts: dict[str, int], command: str) -> None:
@@ -227,3 +237,6 @@ def _tell(rows: list[dict[str, Any]], counts: dict[str, int], command: str) -> N
     console.print(table)
     console.print(f"{counts['tried']} tried, {counts['legal']} legal, {counts['fitted']} fit", highlight=False)
     console.print(f"run the first: {command}", highlight=False, soft_wrap=True, markup=False)
+    if "optim.master=split" in rows[0]["change"]:
+        console.print("optim.master=split rounds reduced gradients to bfloat16; type optim.master=float32 to keep them",
+                      highlight=False, soft_wrap=True)
