@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from titanyaml.planner.search import Result
 
@@ -39,7 +40,7 @@ class Progress:
         self._told = now
         text = describe(result, seconds=now - self._begun)
         if self._status:
-            self._status.update(text)
+            self._status.update(Text(text))
         else:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
