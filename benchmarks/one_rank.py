@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 
-from titanyaml import cli
 from titanyaml.dist import compat
 from titanyaml.runner import train
 
@@ -140,4 +139,6 @@ def parse(typed: list[str]) -> tuple[int, list[str]]:
 if __name__ == "__main__":
     ranks, sys.argv[1:] = parse(sys.argv[1:])
     stand_alone(ranks)
+    from titanyaml import cli  # whose import puts a check into Hydra: not for those who import this file
+
     cli.main()
