@@ -75,8 +75,7 @@ def compose_report(
         # the file of a device brings its links
         brought = {"cluster"} if "hardware" in typed.doubtful else set()
         left_out = typed.doubtful | brought
-        broken = check_rules(_without(tree.values, left_out))
-        problems = [*(_narrowed(problem, broken) for problem in problems), *broken]
+        problems += check_rules(_without(tree.values, left_out))
         problems = [_with_ways_on(problem, cfg, left_out, problems) if "but nothing reads it: " in problem.message
                     else problem for problem in problems]
     if problems:
@@ -177,14 +176,6 @@ def _hidden(key: str, typed: Typed) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in (*typed.doubtful, *typed.swept))
 
 
-def _narrowed(problem: Problem, broken: list[Problem]) -> Problem:
-    """A key that nothing reads may have a value that a rule refuses too: what would only make it read leads into that.
-    """
-    offered = [one.hint.split(" or ") for one in broken if one.key == problem.key]
-    left = [way for way in problem.hint.split(" or ") if all(way in ways for ways in offered)]
-    return dataclasses.replace(problem, hint=" or ".join(left)) if left else problem
-
-
 def _without(values: dict[str, Any], keys: set[str], prefix: str = "") -> dict[str, Any]:
     """A copy of a nested tree that lacks some dotted keys."""
     return {name: _without(value, keys, f"{prefix}{name}.") if isinstance(value, dict) else value
@@ -198,7 +189,8 @@ def _with_ways_on(problem: Problem, cfg: DictConfig, left_out: set[str], known: 
     """
     first, *others = problem.hint.split(" or ")
     plain = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [name for name in cfg if name != "hydra"]))
-    told = {(one.key, one.message) for one in known}
+    # what is said of other keys is said anyway; what a rule says of this one has to end too
+    told = {(one.key, one.message) for one in known if one.key != problem.key}
 
     def leads_on(way: str) -> bool:
         changed = OmegaConf.create(plain)
