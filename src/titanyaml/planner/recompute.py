@@ -76,7 +76,7 @@ class Choice:
 
 
 def limit(config: Config, *, device_gib: float | None, reserve_gib: float) -> tuple[float, str]:
-    """(GiB that may be reserved, where that comes from): ``ac.memory_gib``, else a device less what is left free.
+    """(GiB that may be reserved, where that comes from): ``ac.memory_gib``, or what a device has free, if less.
 
     Args:
         device_gib: the device's memory. reserve_gib: of it, outside the allocator.
@@ -84,12 +84,15 @@ def limit(config: Config, *, device_gib: float | None, reserve_gib: float) -> tu
     Raises:
         ConfigError: neither is known.
     """
+    limits: list[tuple[float, str]] = []
     if config.ac.memory_gib is not None:
-        return config.ac.memory_gib, "ac.memory_gib"
-    if device_gib is None:
+        limits.append((config.ac.memory_gib, "ac.memory_gib"))
+    if device_gib is not None:
+        limits.append(((device_gib - reserve_gib) * (1 - RESERVE),
+                       f"{device_gib:.1f} of the device less {reserve_gib:g} and {RESERVE:.0%}"))
+    if not limits:
         raise ConfigError("is null, and the device's memory is not known", key="ac.memory_gib", hint="ac.memory_gib=16")
-    return ((device_gib - reserve_gib) * (1 - RESERVE),
-            f"{device_gib:.1f} of the device less {reserve_gib:g} and {RESERVE:.0%}")
+    return min(limits)
 
 
 def choose(config: Config, job: Job, *, limit_gib: float, why: str) -> Choice:

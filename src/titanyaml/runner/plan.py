@@ -48,20 +48,12 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
     return {"metric": speed, "tps": speed, "fits": made.fits}
 
 
-def limit(config: Config, *, device_gib: float | None) -> tuple[float, str]:
-    """What ``ac=auto`` keeps (``recompute.limit``): what is typed, or what the device has, if that is less."""
-    asked = [config]
-    if device_gib is not None:
-        asked.append(replace(config, ac=replace(config.ac, memory_gib=None)))
-    return min(planned.limit(one, device_gib=device_gib, reserve_gib=config.hardware.reserve_gib) for one in asked)
-
-
 def _settled(config: Config) -> tuple[Config, Choice | None]:
     """``ac=auto`` decided for the planned device; where nothing fits, the plan of the least memory is the result."""
     if config.ac.mode != "auto":
         return config, None
     device = config.hardware
-    limit_gib, why = limit(config, device_gib=device.memory_gib)
+    limit_gib, why = planned.limit(config, device_gib=device.memory_gib, reserve_gib=device.reserve_gib)
     choice = planned.choose(config, configured.job(config), limit_gib=limit_gib, why=why)
     made = planned.concrete(config, choice)
     if config.ac.memory_gib is not None:  # what must be met, and named where it is not

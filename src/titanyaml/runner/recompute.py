@@ -20,7 +20,6 @@ from titanyaml.planner import changes, configured, profile
 from titanyaml.planner import recompute as planned
 from titanyaml.planner.recompute import Choice
 from titanyaml.rundir import RunDir, atomic_write
-from titanyaml.runner import plan
 
 log = logging.getLogger("titanyaml")
 
@@ -41,7 +40,7 @@ def settle(config: Config, env: Env) -> tuple[Config, Choice | None]:
     if env.device.type == "cuda" and (device_gib is None or config.runner.name != "check"):
         mine = torch.cuda.get_device_properties(env.device).total_memory / hardware.GIB
         device_gib = min(comm.gather_objects(mine, env))
-    limit_gib, why = plan.limit(config, device_gib=device_gib)
+    limit_gib, why = planned.limit(config, device_gib=device_gib, reserve_gib=config.hardware.reserve_gib)
     job = configured.job(_as_it_runs(config, env), hardware=spec, cluster=links)
     choice = planned.choose(config, job, limit_gib=limit_gib, why=why)
     settled = planned.concrete(config, choice)
