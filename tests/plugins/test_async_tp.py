@@ -266,7 +266,7 @@ def test_scatters_behind_float8_products_are_fused(recipe: str, ac, monkeypatch)
     assert change.summary.startswith(
         f"fused in the compiled graphs, forward + backward: 2 + {2 + again} reduce-scatters; left as they are: ")
     assert "reduce-scatter" not in change.summary.partition("left as they are")[2]
-    assert [graph["scaled_products_scatter"] for graph in GRAPHS] == [2, 2 + again]
+    assert [graph["scaled_products_exchange"] for graph in GRAPHS] == [2, 2 + again]
 
 
 def test_auto_times_scatters_behind_float8_products(monkeypatch) -> None:
@@ -278,7 +278,7 @@ def test_auto_times_scatters_behind_float8_products(monkeypatch) -> None:
     assert [str(place) for place in asked] == [
         "reduce_scatter 32x32 to 64 float8", "reduce_scatter 32x64 to 64 float8", "reduce_scatter 32x96 to 64 float8",
         "reduce_scatter 32x128 to 64 float8"]
-    assert [graph["scaled_products_scatter"] for graph in GRAPHS] == [1, 0]
+    assert [graph["scaled_products_exchange"] for graph in GRAPHS] == [1, 0]
     assert f"2 reduce-scatters backward: {SLOWER}; " in change.summary
 
 
@@ -296,7 +296,7 @@ def scattered(rank: int, batch: int, rowwise: bool) -> tuple[torch.Tensor, torch
                 for left, right, scale, other in zip(lefts, rights, left_scales, right_scales, strict=True))
     expected = scatter_sum(whole.view(batch, -1, dim), group)
     found = scaled_scatter.operator(
-        lefts, rights, left_scales, right_scales, batch, False, torch.float32, 2, group.name)
+        lefts, rights, left_scales, right_scales, batch, False, torch.float32, 2, group.name).sum(0)
     return found, expected
 
 

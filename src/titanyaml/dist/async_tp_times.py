@@ -11,6 +11,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanyaml.dist import compat
-from titanyaml.dist.scaled_scatter import scaled_products_scatter
+from titanyaml.dist.scaled_scatter import scaled_products_exchange
 from titanyaml.dist.tensor import TensorGroup, gather_sequence, scatter_sum
 from titanyaml.rundir import atomic_write
 
@@ -135,7 +136,8 @@ def calls(
         return scatter_sum(compat.scaled_mm(*float8, dtype=dtype).view(batch, length, -1), group)
 
     def float8_fused() -> Tensor:
-        return scaled_products_scatter(*([one] for one in float8), batch, True, dtype, group.size, group.name)
+        slices = scaled_products_exchange(*([one] for one in float8), batch, True, dtype, group.size, group.name)
+        return reduce(torch.add, slices)  # many times faster than a sum over a dimension, and slower than the compiled one
 
     def fused() -> Any:
         if gathers:

@@ -86,7 +86,7 @@ def product_before(reduce_scatter: Node) -> Sizes | None:
 
 
 def scatter_float8(reduce_scatter: Node, group_name: str) -> bool:
-    """Put ``scaled_products_scatter`` in the place of a scattered float8 product, or sum of such; whether it is one."""
+    """Put ``scaled_products_exchange`` and a sum in the place of a scattered float8 product, or sum of such; whether it is one."""
     total = scattered(reduce_scatter)
     products = _float8_products(total) if total is not None else []
     waits = [user for user in reduce_scatter.users if user.target is _WAIT]
@@ -97,8 +97,10 @@ def scatter_float8(reduce_scatter: Node, group_name: str) -> bool:
     lefts, rights, left_scales, right_scales = zip(*(mm.args[:4] for mm in products), strict=True)
     size = value(total).shape[1] // value(wait).shape[1]
     with graph.inserting_before(wait):
-        fused = _call(graph, torch.ops.titanyaml.scaled_products_scatter, list(lefts), list(rights), list(left_scales),
-                      list(right_scales), value(total).shape[0], _fast(products[0]), value(total).dtype, size, group_name)
+        slices = _call(graph, torch.ops.titanyaml.scaled_products_exchange, list(lefts), list(rights),
+                       list(left_scales), list(right_scales), value(total).shape[0], _fast(products[0]),
+                       value(total).dtype, size, group_name)
+        fused = _call(graph, aten.sum, slices, [0])
     wait.replace_all_uses_with(fused)
     reduce_scatter.replace_all_uses_with(fused, delete_user_cb=lambda user: user is not wait)
     graph.erase_node(wait)
@@ -165,7 +167,7 @@ _RESHAPES = (aten.reshape.default, aten.view.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor)
 _OVERLOADS = {aten.reshape: "default", aten.cat: "default", aten.mm: "default", aten.add: "Tensor",
-              torch.ops.titanyaml.scaled_products_scatter: "default"}
+              aten.sum: "dim_IntList", torch.ops.titanyaml.scaled_products_exchange: "default"}
 
 
 def _addends(node: Node) -> list[Node]:
