@@ -32,7 +32,7 @@ from titanyaml.launch.local import free_port
 from titanyaml.runner.bench_report import table
 
 #: Expected seconds of what is no speed row. All are limits times three: beyond, a run is killed and has failed.
-CHECKS = {"operators": 60, "kill": 60, "parity-float64": 120, "parity-bfloat16": 200}
+CHECKS = {"operators": 60, "kill": 60, "parity-float64": 85, "parity-bfloat16": 85}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -31,7 +31,7 @@ STEPS = 10
 BOUNDS = {"float64": (1e-9, 1e-8), "bfloat16": (5e-3, 2e-2)}
 KILL_DEADLINE_S, KILL_STEPS, KILL_AFTER = 30.0, 80, 25
 #: Runs at a time: they are small, and most of each is starting up.
-TOGETHER = 3
+TOGETHER = max(3, (os.cpu_count() or 1) // 5)
 
 _COMMON = ["runner=train", "model=llama3_debug", "model.num_kv_heads=4", "tokenizer=bytes", "data=synthetic",
            "train.global_batch=8", "tracker=none", "validation=none", "launch.step_timeout_s=60", "checkpoint=none"]
