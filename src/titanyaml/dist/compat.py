@@ -1,7 +1,7 @@
 """The home of private torch API, so that a new torch release has one file to break.
 
-What compilation uses stands in ``compat_compile.py``, what only async tensor parallelism does in
-``compat_async_tp.py``, which takes seconds to import.
+What compilation uses stands in ``compat_compile.py``, what pipelines run on in ``compat_pipeline.py``, what only async
+tensor parallelism uses in ``compat_async_tp.py``, which takes seconds to import.
 
 Checked with torch 2.11 to 2.13. A name that a release took away gets a public, slower way where there is one.
 """
@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -285,29 +284,3 @@ def schedule_rows(name: str, *, owners: Sequence[int], microbatches: int) -> lis
     order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
     return [["" if action is None else str(action) for action in order[rank] if not str(action).endswith("REDUCE_GRAD")]
             for rank in range(max(owners) + 1)]
-
-
-def schedule_from_file(path: str, stages: list[Any], *, microbatches: int, loss_fn: Callable[..., Tensor]) -> Any:
-    """A pipeline schedule that runs the computations in a CSV file, with the transfers that they need."""
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
-    schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss_fn, scale_grads=False)
-    schedule._load_csv(path, format="compute_only")
-    return schedule
-
-
-def collect_gradients(module: nn.Module) -> None:
-    """Do for gradients that were written to ``.grad`` what autograd's hooks do for those that it accumulates itself.
-
-    A backward by weight alone writes them so: neither does a hook see them, nor does FSDP add them up in its own dtype.
-    """
-    for parameter in module.parameters():
-        for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-            if parameter.grad is not None:
-                hook(parameter)
-    for inner in module.modules():
-        state = inner._get_fsdp_state() if isinstance(inner, FSDPModule) else None
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from titanyaml.dist import compat
+from titanyaml.dist import compat_pipeline
 from titanyaml.errors import TitanError
 from titanyaml.pipeline.plan import Plan
 
@@ -25,7 +24,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 _DIMENSIONS = 3  # of the residual stream
 
 
-class _Stage(PipelineStage):
+class _Stage(compat_pipeline.Stage):
     """Torch's stage, which computes the loss inside the model's forward, and adds up the losses."""
 
     def __init__(self, module: nn.Module, *, loss_fn: LossFunction, **options: Any) -> None:
@@ -42,7 +41,7 @@ class _Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
-        compat.collect_gradients(self.submod)
+        compat_pipeline.collect_gradients(self.submod)
 
 
 class Runtime:
@@ -165,7 +164,7 @@ class Runtime:
         ]
         options = {"loss_fn": lambda out, target: out.sum() / self.divisor}
         if self.plan.from_file:
-            self.schedule = compat.schedule_from_file(
+            self.schedule = compat_pipeline.schedule_from_file(
                 self.plan.schedule, self.stages, microbatches=self.plan.microbatches, **options
             )
             return
