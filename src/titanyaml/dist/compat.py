@@ -89,11 +89,6 @@ def produce_and_exchange(produce: Callable[[int, Tensor], None], output: Tensor,
     _symmetric_memory._pipelined_produce_and_all2all(produce, output, group_name)
 
 
-def rank_in(group_name: str) -> int:
-    """This process's rank in the group of that name, as graphs hold it."""
-    return distributed_c10d._resolve_process_group(group_name).rank()
-
-
 def all_reduce(tensor: Tensor, operation: str, group_name: str) -> Tensor:
     """A new tensor, reduced over a group; ``operation`` "sum" or "max". A functional operator: compilers see it.
 

@@ -7,7 +7,7 @@ Inductor's own pass (``_inductor.config._micro_pipeline_tp``) fuses all or nothi
 has no NCCL, when symmetric memory was not enabled for the group, and when the graph does not look as it expects. Here
 its matchers and fusions are called one by one: only for the group and the kinds that were asked for, after the graph
 was put into their form (``graph_products``), with the first two questions answered by this file, and every collective
-that is left is counted with the reason. These travel behind other products where the graph allows it (``graph_order``).
+that is left is counted with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch._inductor.fx_passes import micro_pipeline_tp as stock
 from torch.distributed import _symmetric_memory
 from torch.fx import Graph, Node
 
-from titanyaml.dist import graph_order, graph_products, scaled_scatter
+from titanyaml.dist import graph_products, scaled_scatter
 from titanyaml.dist.async_tp_times import Place
 
 _COLLECTIVES = {
@@ -39,9 +39,9 @@ _NEEDED = (
     (stock, "find_all_gather_patterns"), (stock, "find_reduce_scatter_patterns"), (stock, "fuse_all_gather_matmul"),
     (stock, "fuse_matmul_reduce_scatter"), (_symmetric_memory, "_test_mode"),
     (_symmetric_memory, "_pipelined_produce_and_all2all"),
-    (inductor_config, "post_grad_custom_pre_pass"), (inductor_config, "reorder_for_peak_memory"),
+    (inductor_config, "post_grad_custom_pre_pass"),
 )
-_PREFIX, _FUSED, _HIDDEN = "titanyaml async_tp", "", "hidden"
+_PREFIX, _FUSED = "titanyaml async_tp", ""
 #: Why a place was left under measured choice.
 SLOWER, UNMEASURED = "measured slower when fused", "a shape or a kind of product that was not measured"
 _LIBRARIES: list[torch.library.Library] = []  # kernels live as long as their library
@@ -53,16 +53,14 @@ class Fusions:
 
     Args:
         fused: (side, kind) to how many were fused with a matrix product; side is "forward" or "backward".
-        left: (side, kind, reason) to how many were not. hidden: (side, kind) to how many of these travel while other
-            products are computed.
+        left: (side, kind, reason) to how many were not.
     """
 
     fused: Counter[tuple[str, str]] = field(default_factory=Counter)
     left: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    hidden: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def __sub__(self, earlier: Fusions) -> Fusions:
-        return Fusions(self.fused - earlier.fused, self.left - earlier.left, self.hidden - earlier.hidden)
+        return Fusions(self.fused - earlier.fused, self.left - earlier.left)
 
 
 def fusions() -> Fusions:
@@ -71,8 +69,8 @@ def fusions() -> Fusions:
     for name, count in counters["inductor"].items():
         if name.startswith(_PREFIX):
             _, side, kind, reason = name.split("|")
-            if reason in (_FUSED, _HIDDEN):
-                (found.fused if reason == _FUSED else found.hidden)[side, kind] += count
+            if reason == _FUSED:
+                found.fused[side, kind] += count
             else:
                 found.left[side, kind, reason] += count
     return found
@@ -98,7 +96,6 @@ def fuse_collectives(
     if device_type == "cpu":
         register_cpu_kernels()
     inductor_config.post_grad_custom_pre_pass = FuseCollectives(group_name, kinds, wins)
-    inductor_config.reorder_for_peak_memory = False  # or the order of nodes would be Inductor's again
 
 
 class FuseCollectives(CustomGraphPass):
@@ -110,8 +107,7 @@ class FuseCollectives(CustomGraphPass):
 
     def uuid(self) -> Any:
         wins = None if self.wins is None else sorted(self.wins.items())
-        files = (module.__file__ for module in (graph_order, graph_products, scaled_scatter))
-        return get_hash_for_files((__file__, *files), repr((self.group_name, self.kinds, wins)))
+        return get_hash_for_files((__file__, graph_products.__file__, scaled_scatter.__file__), repr((self.group_name, self.kinds, wins)))
 
     def __call__(self, graph: Graph) -> None:
         collectives = {
@@ -123,12 +119,11 @@ class FuseCollectives(CustomGraphPass):
         self.refused = {}
         with _eligible(self.group_name):
             matched = self._gathers(graph) | self._scatters(graph, collectives)
-        remain, hidden = set(graph.nodes), graph_order.overlap_transfers(graph, graph_products.multiplies)
+        remain = set(graph.nodes)
         side = "backward" if any(node.name.startswith("tangents") for node in graph.nodes) else "forward"
         for node, kind in collectives.items():
             reason = self._reason(node, kind, matched) if node in remain else _FUSED
-            for told in (reason, *[_HIDDEN] * (node in hidden)):
-                counters["inductor"]["|".join((_PREFIX, side, kind, told))] += 1
+            counters["inductor"]["|".join((_PREFIX, side, kind, reason))] += 1
 
     def _gathers(self, graph: Graph) -> set[Node]:
         """Fuse all-gathers; returns those whose surroundings were understood."""

@@ -33,14 +33,6 @@ def value(node: Node) -> Tensor:
     return node.meta["val"]
 
 
-def multiplies(node: Node) -> bool:
-    """Whether a node is a matrix product or holds some: what a transfer can hide behind."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    name = node.target.overloadpacket.__name__
-    return name.endswith("mm") or node.target.namespace == "symm_mem" or any(part in name for part in _HEAVY)
-
-
 def scattered(reduce_scatter: Node) -> Node | None:
     """The tensor that a reduce-scatter divides: its input, or what was cut and stacked to be its input.
 
@@ -174,7 +166,6 @@ _PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
 _RESHAPES = (aten.reshape.default, aten.view.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor)
-_HEAVY = ("attention", "grouped", "products_exchange")
 _OVERLOADS = {aten.reshape: "default", aten.cat: "default", aten.mm: "default", aten.add: "Tensor",
               aten.sum: "dim_IntList", torch.ops.titanyaml.scaled_products_exchange: "default"}
 

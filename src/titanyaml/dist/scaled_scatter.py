@@ -19,10 +19,7 @@ def scaled_products_exchange(
     lefts: list[Tensor], rights: list[Tensor], left_scales: list[Tensor], right_scales: list[Tensor], batch: int,
     fast_accum: bool, dtype: torch.dtype, size: int, group_name: str,
 ) -> Tensor:
-    """What sums up to this rank's slice of the sequence, [R + P - 1, B, S/R, N] of P products.
-
-    One summand comes from each rank, in the order of ranks; for its own slice a rank adds nothing up: behind them are
-    its second product and those that follow.
+    """Every rank's sum of products in this rank's slice of the sequence, [R, B, S/R, N].
 
     Args:
         lefts, rights: float8 [M, K] and [K, N] of each product. left_scales, right_scales: inverse ones, [M, 1] and
@@ -33,25 +30,25 @@ def scaled_products_exchange(
     parts = [(_by_slice(left, batch, size), right,
               _by_slice(scale, batch, size) if scale.numel() > 1 else scale.expand(size, *scale.shape), other)
              for left, right, scale, other in zip(lefts, rights, left_scales, right_scales, strict=True)]
-    tokens, width, own = lefts[0].shape[0], rights[0].shape[1], compat.rank_in(group_name)
-    found_XLN = torch.empty(size + len(parts) - 1, tokens // size, width, dtype=dtype, device=lefts[0].device)
-    slices_RLN, more_YLN = found_XLN[:size], found_XLN[size:]
+    how = {"fast_accum": fast_accum, "dtype": dtype}
 
     def multiply(rank: int, out_LN: Tensor) -> None:
         """The summand of a rank's slice, L = M/R tokens."""
         for index, (left_RLK, right_KN, scale_R, other) in enumerate(parts):
-            out = out_LN if not index else more_YLN[index - 1] if rank == own else torch.empty_like(out_LN)
-            compat.scaled_mm(left_RLK[rank], right_KN, scale_R[rank], other, fast_accum=fast_accum, dtype=dtype, out=out)
-            if index and rank != own:
-                out_LN += out
+            if index:
+                out_LN += compat.scaled_mm(left_RLK[rank], right_KN, scale_R[rank], other, **how)
+            else:
+                compat.scaled_mm(left_RLK[rank], right_KN, scale_R[rank], other, out=out_LN, **how)
 
-    if found_XLN.is_cuda:
+    tokens, width = lefts[0].shape[0], rights[0].shape[1]
+    slices_RLN = torch.empty(size, tokens // size, width, dtype=dtype, device=lefts[0].device)
+    if slices_RLN.is_cuda:
         compat.produce_and_exchange(multiply, slices_RLN.flatten(0, 1), group_name)
     else:  # a check of function
         for rank in range(size):
             multiply(rank, slices_RLN[rank])
-        slices_RLN.copy_(compat.all_to_all(slices_RLN, [1] * size, [1] * size, group_name))
-    return found_XLN.view(len(found_XLN), batch, -1, width)
+        slices_RLN = compat.all_to_all(slices_RLN, [1] * size, [1] * size, group_name)
+    return slices_RLN.view(size, batch, -1, width)
 
 
 def _by_slice(rows: Tensor, batch: int, size: int) -> Tensor:
@@ -71,4 +68,4 @@ def _(
     fast_accum: bool, dtype: torch.dtype, size: int, group_name: str,
 ) -> Tensor:
     tokens, width = lefts[0].shape[0], rights[0].shape[1]
-    return lefts[0].new_empty(size + len(lefts) - 1, batch, tokens // batch // size, width, dtype=dtype)
+    return lefts[0].new_empty(size, batch, tokens // batch // size, width, dtype=dtype)

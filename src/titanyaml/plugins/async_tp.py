@@ -123,20 +123,16 @@ class AsyncTensorParallel:
                 for (side, kind, reason), number in sorted(counts.left.items())]
         slower = self.auto and not counts.fused and any(reason == compat_async_tp.SLOWER for *_, reason in counts.left)
         if slower:
-            same = "" if counts.hidden else "; compile.async_tp=false is the same and starts faster"
-            ctx.log.warning("compile.async_tp is true and fuses NOTHING: every place was measured slower when fused%s",
-                            same)
+            ctx.log.warning("compile.async_tp is true and fuses NOTHING: every place was measured slower when fused; "
+                            "compile.async_tp=false is the same and starts faster")
         problems = [] if slower else self._missing(counts, left)
         if problems:
             raise PipelineError(problems)
         fused = [f"{counts.fused['forward', op]} + {counts.fused['backward', op]} {OPERATORS[op]}s"
                  for op in self.operators]
-        hidden = [f"{number} {OPERATORS[kind]}{'s' * (number > 1)} {side}"
-                  for (side, kind), number in sorted(counts.hidden.items())]
-        behind = f"; of these travel while other products are computed: {', '.join(hidden)}" if hidden else ""
         nothing = "NOTHING was fused, since every place was measured slower so; " if slower else ""
         return Change(f"{nothing}fused in the compiled graphs, forward + backward: {', '.join(fused)}"
-                      f"; left as they are: {'; '.join(left) or 'none'}{behind}", list(ctx.facts.blocks))
+                      f"; left as they are: {'; '.join(left) or 'none'}", list(ctx.facts.blocks))
 
     def _missing(self, counts: Fusions, left: list[str]) -> list[Problem]:
         """A problem for each kind that was asked for by name and fused nowhere; under auto, one if nothing was."""
