@@ -78,6 +78,9 @@ def test_three_mistakes_in_one_report(mine) -> None:
     # groups
     ("modle=llama3_8b", "modle", "unknown key; did you mean model?", "model=llama3_8b"),
     ("model=llama3_8bb", "model", "there is no option 'llama3_8bb'", "model=llama3_8b"),
+    ("parallel=FSDP32-TP8", "parallel", "there is no option 'FSDP32-TP8'", "parallel=fsdp32_tp8"),
+    ("parallel=hsdp2x4cp2", "parallel", "there is no option 'hsdp2x4cp2'", "parallel=hsdp2x4_cp2"),
+    ("quant=FP8_Rowwise", "quant", "there is no option 'FP8_Rowwise'", "quant=float8_rowwise"),
     ("parallel=fsdp2_fsdp4", "parallel", "there is no option 'fsdp2_fsdp4'", "parallel=fsdp2_tp2"),
     ("experiment=lr_swep", "experiment", "there is no option 'lr_swep'", "experiment=lr_sweep"),
     ("plugin=[nois]", "plugin", "there is no option 'nois'", ""),

@@ -79,6 +79,12 @@ def parse_mesh_name(name: str) -> dict[str, int] | None:
     return degrees
 
 
+def meant_mesh_name(name: str) -> str:
+    """The mesh name that was probably meant by one with capitals, or with other separators or none; "" if none was."""
+    meant = "_".join(re.findall(r"[a-z]+\d+(?:x\d+)?", re.sub(r"[^a-z0-9]", "", name.lower())))
+    return meant if meant and parse_mesh_name(meant) is not None else ""
+
+
 def mesh_product(parallel: schema.Parallel) -> int | None:
     """Ranks that the mesh needs; None while a degree is -1."""
     sizes = [getattr(parallel, axis) for axis in MESH_AXES]

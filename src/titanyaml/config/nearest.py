@@ -74,11 +74,13 @@ def find_key(dotted: str) -> Key | None:
 
 
 def nearest(name: str, names: Iterable[str], *, count: int = 1) -> list[str]:
-    """Names that begin with it, the shortest first, then the most similar; empty where nothing is similar."""
-    names = list(names)
-    longer = sorted((one for one in names if len(name) > 2 and one.startswith(name)), key=len)
-    return (longer + [one for one in difflib.get_close_matches(name, names, n=count, cutoff=0.6)
-                      if one not in longer])[:count]
+    """Names that begin with it, the shortest first, then the most similar, in capitals or not; empty where nothing is
+    similar."""
+    known = {one.casefold(): one for one in names}
+    name = name.casefold()
+    longer = sorted((one for one in known if len(name) > 2 and one.startswith(name)), key=len)
+    near = longer + [one for one in difflib.get_close_matches(name, known, n=count, cutoff=0.6) if one not in longer]
+    return [known[one] for one in near[:count]]
 
 
 def nearest_key(dotted: str) -> str:

@@ -10,6 +10,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from titanyaml.config import schema
+from titanyaml.config.degrees import meant_mesh_name
 from titanyaml.config.kinds import spell
 from titanyaml.config.nearest import find_key, keys_of, nearest, nearest_key, schema_keys
 from titanyaml.errors import Problem
@@ -140,7 +141,8 @@ def _check_option(group: str, option: Any, loader: Any) -> Problem | None:
         return None
     if file := loader.wrong_ending(group, option):
         return Problem(group, f"{file} is not found because of its ending", hint=f"rename it to {option}.yaml")
-    near = nearest(option, options)
+    mesh = meant_mesh_name(option) if group == "parallel" else ""
+    near = [mesh] if mesh else nearest(option, options)
     more = "; any mesh name such as fsdp8 or hsdp2x4" if group == "parallel" else ""
     return Problem(group, f"there is no option {option!r}", allowed=(", ".join(options) or "none is there") + more,
                    hint=f"{group}={near[0]}" if near else "")
