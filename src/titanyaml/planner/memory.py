@@ -15,7 +15,7 @@ from titanyaml.planner import constants, experts
 from titanyaml.planner import moments as moments_of
 from titanyaml.planner.inputs import Job, Stage
 from titanyaml.planner.moments import ACTIVE, Moment
-from titanyaml.planner.operators import CHEAP_BUDGET, float8
+from titanyaml.planner.operators import CHEAP_BUDGET, float8, keeps_norms, repeats_attention
 from titanyaml.planner.shape import Block
 
 GIB = 2**30
@@ -93,7 +93,8 @@ def saved_per_token(job: Job, block: Block, *, mode: str | None = None) -> float
         modes["selective_op"] += experts.kept(job)
     low, high = modes["full"], modes["none"]
     modes["selective_layer"] = (low + (job.ac_every - 1) * high) / job.ac_every
-    modes["memory_budget"] = _budgeted(job, low, high, cheap=0 if float8(job) else (2 * stream + f) / tp + 2 * whole)
+    cheap = (f + q * repeats_attention(job, block)) / tp if keeps_norms(job) else (2 * stream + f) / tp + 2 * whole
+    modes["memory_budget"] = _budgeted(job, low, high, cheap=0 if float8(job) else cheap)
     kept = modes[mode or job.ac]
     if job.own_float8 and job.quant != "float8_rowwise_with_gw_hp" and (mode or job.ac) in ("none", "memory_budget"):
         kept += (2 * d + (q + f) / tp) / b  # our own products keep, turned and in float8, what they read

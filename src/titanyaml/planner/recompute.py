@@ -9,11 +9,12 @@ import bisect
 import copy
 import math
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from titanyaml.config.schema import ActivationCheckpointing, Config
 from titanyaml.errors import ConfigError
-from titanyaml.planner import kept, memory, step
+from titanyaml.planner import kept, memory, operators, step
 from titanyaml.planner.changes import Change
 from titanyaml.planner.inputs import Job
 from titanyaml.planner.plan import Plan
@@ -106,7 +107,7 @@ def choose(config: Config, job: Job, *, limit_gib: float, why: str) -> Choice:
         one = replace(job, ac=ac.mode, ac_every=ac.every, ac_budget=ac.budget, ac_keep=ac.keep_products)
         made = Plan(one, step.plan_step(one), kept.plan_memory(one))
         size, seconds = made.memory.with_margin / memory.GIB, made.step.seconds
-        if ac.mode == "memory_budget":
+        if ac.mode == "memory_budget" and not any(map(partial(operators.redone, one), set(job.shape.blocks))):
             seconds = min(seconds, _COST * found[0][0].step_s)
         found.append((Option(override(ac), size, seconds, size <= limit_gib), ac, made))
     found.sort(key=lambda entry: entry[0].step_s)  # stable: less recomputation first where times are equal
