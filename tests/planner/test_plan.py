@@ -187,7 +187,7 @@ def test_every_range_says_why(job, option: str, changed: dict, width: float, wor
 def test_calibrated_rates_have_their_own_range(job) -> None:
     made = job("h200")
     width, why = planning.plan(replace(made, device=replace(made.device, basis="calibrated"))).range
-    assert width == 0.25 and "94 are planned within 25 %" in why
+    assert width == 0.25 and "103 are planned within 25 %" in why
 
 
 def test_a_small_budget_repeats_products(job) -> None:

@@ -36,7 +36,7 @@ def _device(job: Job) -> str:
 def _calibrated(job: Job) -> str:
     if "calibrated" not in (job.device.basis, job.network.basis):
         return ""
-    return ("calibrated rates: of 98 published runs 94 are planned within 25 %, the median error is 7.7 %, the worst "
+    return ("calibrated rates: of 107 known runs 103 are planned within 25 %, the median error is 7.2 %, the worst "
             "37 %")
 
 
