@@ -53,7 +53,7 @@ def measured(results: list[Path], patterns: list[str]) -> dict[str, Row]:
 
 
 def _row(ours: dict[str, Any]) -> Row:
-    typed = [one for one in ours["command"] if "=" in one and not one.startswith("runner")]
+    typed = [one for one in ours["command"] if "=" in one and not one.startswith(("runner", "tokenizer"))]
     return planner_rows.own({"options": " ".join(typed), "tokens_per_s_per_gpu": ours["tps"],
                              "peak_mem_gib": ours["mem_reserved_gib"]})
 
