@@ -75,6 +75,13 @@ def test_only_the_compiler_keeps_a_budget(configure) -> None:
         assert not any("budget" in option.typed for option in chosen(config).options)
 
 
+@pytest.mark.parametrize(("parallel", "cost"), [("tp2", 1.02), ("single", 1.0), ("fsdp2", 1.0)])
+def test_a_budget_that_repeats_attention_takes_its_time(configure, parallel: str, cost: float) -> None:
+    options = {option.typed: option for option in chosen(configure(*RUN, f"parallel={parallel}")).options}
+    more = options["ac=memory_budget ac.budget=0.8"].step_s / options["ac=none"].step_s
+    assert cost < more < cost + 0.02
+
+
 def test_nothing_fits(configure) -> None:
     typed = [*RUN, "parallel=fsdp8", "compile=block"]
     least = min(option.memory_gib for option in chosen(configure(*typed)).options)
