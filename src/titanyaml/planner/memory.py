@@ -45,7 +45,8 @@ class Memory:
 
 
 def plan_memory(job: Job) -> Memory:
-    """Of the fullest rank."""
+    """Of the fullest rank; ``selective_op`` keeps every second product here. ``kept.plan_memory`` knows any share."""
+    assert job.ac != "selective_op" or job.ac_keep == Job.ac_keep, job.ac_keep
     if job.mesh.pp == 1:
         parts = _parts(job, rank=0)
         return Memory(parts, [sum(parts.values())])
