@@ -49,14 +49,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--debug", action="store_true", help="a tiny model: a dry run")
     options = parser.parse_args(arguments)
     started = time.monotonic()
+    if options.ranks < 2 or options.ranks % 2:
+        parser.error(f"--ranks is {options.ranks}; allowed: even numbers from 2 on")
+    if options.torchtitan is not None and not (options.torchtitan / "torchtitan").is_dir():
+        parser.error(f"--torchtitan is {options.torchtitan}, which holds no checkout of torchtitan")
     known = {name: work.expected_s for name, work in hosts_rows.rows(options.ranks).items()} | CHECKS
-    chosen = [name for pattern in options.rows.split(",") for name in known if fnmatch(name, pattern)]
-    chosen = list(dict.fromkeys(chosen))
+    matched = {pattern: [name for name in known if fnmatch(name, pattern)] for pattern in options.rows.split(",")}
+    if absent := [pattern for pattern, names in matched.items() if not names]:
+        parser.error(f"no row is called {', '.join(absent)}; --list names them")
+    chosen = list(dict.fromkeys(name for names in matched.values() for name in names))
     if options.list:
         print("\n".join(f"{name:28} {known[name]:4} s" for name in chosen))
         return 0
-    if options.out is None or not chosen:
-        parser.error("--out is missing" if chosen else f"no row is called {options.rows}; see --list")
+    if options.out is None:
+        parser.error("--out is missing")
     results = _earlier(options)
     left = lambda: options.budget_s - (time.monotonic() - started)  # noqa: E731
     for name in chosen:
@@ -76,8 +82,13 @@ def _earlier(options: argparse.Namespace) -> dict[str, Any]:
     path = Path(f"{options.out}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = json.loads(path.read_text())["rows"] if path.exists() else {}
-    return {"environment": machine.describe(), "topology": topology(), "steps": [hosts_rows.SKIPPED,
-            hosts_rows.MEASURED], "rows": rows}
+    return {"environment": machine.describe(), "topology": topology(), "steps": list(_steps(options)),
+            "rows": rows}
+
+
+def _steps(options: argparse.Namespace) -> tuple[int, int]:
+    """Steps that are skipped and measured, where a row does not say otherwise."""
+    return (1, 2) if options.debug else (hosts_rows.SKIPPED, hosts_rows.MEASURED)
 
 
 def topology() -> dict[str, Any]:
@@ -94,6 +105,8 @@ def topology() -> dict[str, Any]:
 
 
 def _one(name: str, options: argparse.Namespace, limit_s: float, left: Callable[[], float]) -> dict[str, Any]:
+    if name in CHECKS and options.one_rank:
+        return {"left_out": "takes several ranks"}
     if name in CHECKS:
         with tempfile.TemporaryDirectory() as folder:
             return _check(name, options, Path(folder), limit_s)
@@ -132,8 +145,10 @@ def _speed(work: Work, options: argparse.Namespace, limit_s: float, left: Callab
         return {"left_out": "works in compiled graphs of a GPU"}
     if options.one_rank and work.compiled:
         return {"left_out": "reads the memory of its peers"}
+    if options.one_rank and any(one.startswith("parallel.pp_") for one in work.ours):
+        return {"left_out": "its ranks wait for each other"}
     program = (str(compare.HERE / "one_rank.py"), str(work.ranks)) if options.one_rank else ("-m", "titanyaml")
-    skipped, measured = (1, 2) if options.debug else work.steps
+    skipped, measured = _steps(options) if options.debug else work.steps
     common = ["runner=bench", *hosts_rows.MODEL, f"runner.skipped_steps={skipped}", f"runner.measured_steps={measured}",
               f"runner.profiled_steps={0 if options.debug else hosts_rows.PROFILED}"]
     more = [*options.add, *(_small(work) if options.debug else [])]
@@ -188,7 +203,7 @@ def write(results: dict[str, Any], options: argparse.Namespace) -> None:
             "async TP"]
     devices = ", ".join(machine.gpus()) or machine.processor()
     Path(f"{options.out}.md").write_text(
-        f"{devices}; median of {hosts_rows.MEASURED} steps after {hosts_rows.SKIPPED}; memory = peak reserved.\n\n"
+        f"{devices}; median of {results['steps'][1]} steps after {results['steps'][0]}; memory = peak reserved.\n\n"
         f"{table(head, speeds)}\n\n{table(['check', 'result'], checks)}\n")
 
 

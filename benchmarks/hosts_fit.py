@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", default="*", help="names or patterns, joined by commas (default: all)")
     options = parser.parse_args(arguments)
     rows = measured(options.results, options.rows.split(","))
+    if all(row.job.async_tp for row in rows.values()):
+        parser.error(f"of {', '.join(map(str, options.results))} no row without async TP is called {options.rows}")
     rate = fit(list(rows.values()))
     shown = [[name, f"{row.published:,.0f}", f"{at(row, rate):,.0f}", f"{at(row, rate) / row.published - 1:+.1%}",
               f"{row.memory:.1f}", f"{row.memory * (1 + row.memory_error):.1f}", f"{row.memory_error:+.1%}"]

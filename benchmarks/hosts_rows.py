@@ -10,7 +10,7 @@ SMALL = ["model=llama3_debug", "model.dim=32", "model.num_heads=4", "model.num_k
          "model.ffn_dim=64", "model.vocab_size=288", "train.seq_len=64"]
 #: In place of ``MODEL`` and of the rows' batch.
 DEBUG = [*SMALL, "tokenizer=bytes", "compile=none", "ac=none", "ac.keep_products=0.5", "train.local_batch=2",
-         "train.global_batch=null", "parallel.fsdp_reuse_memory=false"]
+         "train.global_batch=null", "parallel.fsdp_reuse_memory=false", "optim.master=float32"]
 SKIPPED, MEASURED, PROFILED = 4, 8, 2
 
 

@@ -63,6 +63,8 @@ CASES = {
     "freed_memory_takes_whole_gradients": (
         ["parallel=fsdp2", "parallel.fsdp_reuse_memory=true", "optim.master=split", "train.compute_dtype=bfloat16",
          "runner=check"], "what is kept is the rounded sum"),
+    "async_tp_knows_the_recipe": (["parallel=tp2", "compile=block", "compile.async_tp=true", "quant=mxfp8",
+                                   "quant.emulate=true"], "is true with quant.recipe=mxfp8"),
     "async_tp_has_ranks": (["compile.async_tp=true", "compile=block"], "is true, but parallel.tp is 1"),
     "async_tp_is_compiled": (["compile.async_tp=true", "parallel=tp2"], "is auto, which compiles on a GPU only"),
     "async_tp_splits_the_sequence": (["compile.async_tp=true", "compile=block", "parallel=tp2",

@@ -81,7 +81,8 @@ def parse_mesh_name(name: str) -> dict[str, int] | None:
 
 def meant_mesh_name(name: str) -> str:
     """The mesh name that was probably meant by one with capitals, or with other separators or none; "" if none was."""
-    meant = "_".join(re.findall(r"[a-z]+\d+(?:x\d+)?", re.sub(r"[^a-z0-9]", "", name.lower())))
+    plain = re.sub(r"[^a-z0-9.]+", "", name.lower())  # a point is no separator: fsdp2.5
+    meant = "_".join(re.findall(r"[a-z]+\d+(?:x\d+)?", plain)) if "." not in plain else ""
     return meant if meant and parse_mesh_name(meant) is not None else ""
 
 

@@ -13,6 +13,17 @@ from typing import Any
 
 from titanyaml.config import schema
 
+#: What torchtitan, Megatron and Lightning call a key of ours.
+ELSEWHERE = {
+    "tensor_parallel_degree": "parallel.tp", "tensor_model_parallel_size": "parallel.tp",
+    "tensor_parallel_size": "parallel.tp", "context_parallel_degree": "parallel.cp",
+    "context_parallel_size": "parallel.cp", "pipeline_parallel_degree": "parallel.pp",
+    "pipeline_model_parallel_size": "parallel.pp", "pipeline_parallel_size": "parallel.pp",
+    "expert_parallel_degree": "parallel.ep", "expert_model_parallel_size": "parallel.ep",
+    "data_parallel_shard_degree": "parallel.dp_shard", "data_parallel_replicate_degree": "parallel.dp_replicate",
+    "fsdp": "parallel.dp_shard", "micro_batch_size": "train.local_batch",
+}
+
 
 @dataclass(frozen=True)
 class Key:
@@ -86,12 +97,14 @@ def nearest(name: str, names: Iterable[str], *, count: int = 1) -> list[str]:
 def nearest_key(dotted: str) -> str:
     """The schema's key that was probably meant, "" where nothing is near.
 
-    First a similar name in the same section, then the same name in the section that was probably meant, then the same
-    name anywhere (without a section: at once), then the most similar dotted key.
+    First what other tools call so, then a similar name in the same section, then the same name in the section that was
+    probably meant, then the same name anywhere (without a section: at once), then the most similar dotted key.
     """
     parent, _, leaf = dotted.rpartition(".")
     prefix = f"{parent}." if parent else ""
     known = schema_keys()
+    if leaf in ELSEWHERE:
+        return ELSEWHERE[leaf]
     elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
     if not parent and elsewhere:
         return elsewhere[0]

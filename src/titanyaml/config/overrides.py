@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 
 from titanyaml.config import schema
 from titanyaml.config.degrees import meant_mesh_name
-from titanyaml.config.kinds import spell
+from titanyaml.config.kinds import BAD, spell, to_kind
 from titanyaml.config.nearest import find_key, keys_of, nearest, nearest_key, schema_keys
 from titanyaml.errors import Problem
 
@@ -156,6 +156,7 @@ def _check_key(override: Override, loader: Any) -> Problem | None:
     value = _value(override)
     if key is None:
         near = nearest_key(name) if "." in name else _near_group(name, loader)
+        near = near if _fits(near, override) else ""
         return Problem(name, f"unknown key; did you mean {near}?" if near else "unknown key",
                        hint=f"{near}={value}" if near and not override.is_delete() else "",
                        allowed="" if near else "user.<name> for keys of your own (+user.<name>=...)")
@@ -186,6 +187,16 @@ def _check_inside(name: str, value: dict[str, Any]) -> Problem | None:
         if key.is_section and isinstance(one, dict) and (problem := _check_inside(dotted, one)):
             return problem
     return None
+
+
+def _fits(name: str, override: Override) -> bool:
+    """Whether a key or group can have the type of the value that was typed."""
+    key = find_key(name)
+    if override.is_delete() or key is None or key.kind not in (int, float, bool, str) or override.is_sweep_override():
+        return True
+    value, choices = override.value(), key.rules.get("choices")
+    return (value is None and key.optional) or (
+        to_kind(key.kind, value) is not BAD and (not choices or value in choices))
 
 
 def _value(override: Override) -> str:

@@ -71,6 +71,15 @@ def async_tp_has_inductor(c: Any) -> Problem | None:
                    allowed="inductor", hint=f"compile.backend=inductor or {_off(c)}")
 
 
+@rule("compile.async_tp", "quant.recipe")
+def async_tp_knows_the_recipe(c: Any) -> Problem | None:
+    if not c.compile.async_tp or c.quant.recipe != "mxfp8":
+        return None
+    return Problem("compile.async_tp", "is true with quant.recipe=mxfp8, whose products have a scale for each block of "
+                   "numbers: no fused operator knows them", allowed="true without quant and with float8 recipes",
+                   hint=_off(c))
+
+
 @rule("compile.async_tp", "compile.async_tp_ops")
 def async_tp_overlaps_something(c: Any) -> Problem | None:
     if not c.compile.async_tp or c.compile.async_tp_ops:
