@@ -42,7 +42,24 @@ ASYNC = {"_target_": "titanyaml.plugins.async_tp.AsyncTensorParallel"}
 GRAPH = {**COMPILE, "backend": inductor_graphs.BACKEND}
 TP2, FSDP2_TP2 = ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2)
 BFLOAT16 = {"param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+ROWS_NEED = "this torch (2.11) has no float8 products with a scale a row on a CPU"
 NO_PRODUCT = "what is scattered is no matrix product of this graph, and no sum of such alone"
+
+
+def scales_rows() -> bool:
+    a, ones = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        compat.scaled_mm(a, a.t(), ones, ones.t())
+    except RuntimeError:
+        return False
+    return True
+
+
+def compiles_float64() -> bool:
+    """torch 2.11 takes the log-sum-exp of fused attention for float32."""
+    with compat.fake_tensors():
+        q = torch.ones(1, 1, 2, 8, dtype=torch.float64)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[1].dtype == q.dtype
 
 
 @pytest.fixture(autouse=True)
@@ -257,6 +274,8 @@ def own(recipe: str) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp"])
 @pytest.mark.parametrize("ac", [None, SELECTIVE, FULL], ids=["none", "selective_op", "full"])
 def test_scatters_behind_float8_products_are_fused(recipe: str, ac, monkeypatch) -> None:
+    if recipe != "float8_tensorwise" and not scales_rows():
+        pytest.skip(ROWS_NEED)
     multiply_float8(monkeypatch)
     nodes = {"quant": own(recipe), "compile": GRAPH, "async_tp": {**ASYNC, "operators": ["reduce_scatter"]}}
     with compat.fake_process_group(2):
@@ -302,6 +321,8 @@ def scattered(rank: int, batch: int, rowwise: bool) -> tuple[torch.Tensor, torch
 
 @pytest.mark.parametrize(("batch", "rowwise"), [(1, False), (2, False), (3, True)])
 def test_float8_products_and_their_scatter(batch: int, rowwise: bool) -> None:
+    if rowwise and not scales_rows():
+        pytest.skip(ROWS_NEED)
     for found, expected in run_ranks(scattered, 2, batch, rowwise):
         assert found.shape == expected.shape == (batch, 16, 48)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -378,6 +399,7 @@ def test_losses_and_gradients_equal_one_process(tmp_path) -> None:
         assert rank["left"] == {}
 
 
+@pytest.mark.skipif(not compiles_float64(), reason="this torch (2.11) compiles no float64 attention")
 def test_with_inductor_and_from_its_cache(tmp_path) -> None:
     """What was fused is known too where the graph comes out of the cache and no pass has run."""
     case = Case(TP2, {"tp": TP, "async_tp": ASYNC, "compile": {**COMPILE, "backend": "inductor"}})

@@ -76,18 +76,19 @@ def test_loss_and_gradients_equal_eager(mode, ac):
 
 
 def test_inductor_equals_eager():
-    def built(pipeline):
-        return build(pipeline, param_dtype=torch.float32, compute_dtype=torch.float32, reduce_dtype=torch.float32).model
+    def built(pipeline, *, layers=LAYERS):
+        return build(pipeline, model_spec=spec(num_layers=layers), param_dtype=torch.float32,
+                     compute_dtype=torch.float32, reduce_dtype=torch.float32).model
 
     plain, plain_grads = step(built({}))
     value, grads = step(built(nodes("block", backend="inductor", ac="full")))
     assert value.item() == pytest.approx(plain.item(), rel=1e-6)
     assert relative(grads, plain_grads) < 1e-5
-    deep = build(nodes("block", backend="inductor", ac="full"), model_spec=spec(num_layers=2 * LAYERS),
-                 param_dtype=torch.float32, compute_dtype=torch.float32, reduce_dtype=torch.float32)
+    torch._dynamo.reset()
+    step(built(nodes("block", backend="inductor", ac="full")))  # torch 2.11: a symbol's name is another one, then stays
     torch._dynamo.reset()
     earlier = compat_compile.compile_counts()
-    step(deep.model)
+    step(built(nodes("block", backend="inductor", ac="full"), layers=2 * LAYERS))
     counts = compat_compile.compile_counts() - earlier
     assert (counts.graphs, counts.built, counts.cached) == (1, 0, 2), "twice as many blocks, and nothing is built anew"
 

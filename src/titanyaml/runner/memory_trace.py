@@ -78,7 +78,10 @@ class Ledger(TorchDispatchMode):
         return out
 
     def note(self, tensor: Tensor, label: str, *, again: bool = False) -> None:
-        """Know a tensor's storage under a label; again: also where it has one."""
+        """Know a tensor's storage under a label; again: also where it has one. On meta there is none: what a pipeline
+        is told of its transfers, which torch 2.11 keeps."""
+        if tensor.device.type == "meta":
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         old = self._known.get(key)
