@@ -105,12 +105,12 @@ def topology() -> dict[str, Any]:
 
 
 def _one(name: str, options: argparse.Namespace, limit_s: float, left: Callable[[], float]) -> dict[str, Any]:
-    if name in CHECKS and options.one_rank:
+    if name not in CHECKS:
+        return _speed(hosts_rows.rows(options.ranks)[name], options, limit_s, left)
+    if options.one_rank:
         return {"left_out": "takes several ranks"}
-    if name in CHECKS:
-        with tempfile.TemporaryDirectory() as folder:
-            return _check(name, options, Path(folder), limit_s)
-    return _speed(hosts_rows.rows(options.ranks)[name], options, limit_s, left)
+    with tempfile.TemporaryDirectory() as folder:
+        return _check(name, options, Path(folder), limit_s)
 
 
 def _check(name: str, options: argparse.Namespace, folder: Path, limit_s: float) -> dict[str, Any]:

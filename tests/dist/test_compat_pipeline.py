@@ -42,7 +42,7 @@ class Saved:
 
 
 def test_the_graph_lives_until_the_backward_by_weight() -> None:
-    """Though nothing but Python's object of the uppermost node is left of it, which is empty by itself in torch 2.11."""
+    """Though only Python's object of the uppermost node is left of it, which is empty by itself in torch 2.11."""
     blocks = nn.Sequential(Block(), Block())
     with compat.fake_process_group(2):
         stage = Stage(blocks, stage_index=1, num_stages=2, device=torch.device("cpu"))

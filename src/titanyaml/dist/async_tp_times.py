@@ -39,7 +39,8 @@ class Place:
 
     Args:
         kind: "all_gather" before products, "reduce_scatter" behind one. tokens: of all tp ranks. inner: features that a
-            rank multiplies by. widths: output features of each product on a rank, ascending. float8: what is multiplied.
+            rank multiplies by. widths: output features of each product on a rank, ascending. float8: what is
+            multiplied.
     """
 
     kind: str
@@ -90,8 +91,8 @@ def block_places(
 
 
 def measure(
-    places: list[Place], group: TensorGroup, *, batch: int, dtype: torch.dtype, device: torch.device, cache: Path | None,
-    clock: Clock | None = None,
+    places: list[Place], group: TensorGroup, *, batch: int, dtype: torch.dtype, device: torch.device,
+    cache: Path | None, clock: Clock | None = None,
 ) -> dict[Place, Timed]:
     """Times of each place: from the file where they are all there, else measured. All ranks of the job must call.
 
@@ -116,8 +117,10 @@ def measure(
 def calls(
     place: Place, group: TensorGroup, *, batch: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A place as it is computed apart, and fused; on tensors of random numbers. A sum of float8 products is taken as one
-    product of all their features."""
+    """A place as it is computed apart, and fused; on tensors of random numbers.
+
+    A sum of float8 products is taken as one product of all their features.
+    """
     from titanyaml.dist import compat_async_tp  # Inductor takes seconds to import
 
     draw = lambda *shape: torch.randn(*shape, device=device).to(dtype)  # noqa: E731
@@ -137,7 +140,7 @@ def calls(
 
     def float8_fused() -> Tensor:
         slices = scaled_products_exchange(*([one] for one in float8), batch, True, dtype, group.size, group.name)
-        return reduce(torch.add, slices)  # many times faster than a sum over a dimension, and slower than the compiled one
+        return reduce(torch.add, slices)  # much faster than a sum over a dimension, slower than the compiled one
 
     def fused() -> Any:
         if gathers:

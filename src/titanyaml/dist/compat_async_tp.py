@@ -107,7 +107,8 @@ class FuseCollectives(CustomGraphPass):
 
     def uuid(self) -> Any:
         wins = None if self.wins is None else sorted(self.wins.items())
-        return get_hash_for_files((__file__, graph_products.__file__, scaled_scatter.__file__), repr((self.group_name, self.kinds, wins)))
+        files = (__file__, graph_products.__file__, scaled_scatter.__file__)
+        return get_hash_for_files(files, repr((self.group_name, self.kinds, wins)))
 
     def __call__(self, graph: Graph) -> None:
         collectives = {

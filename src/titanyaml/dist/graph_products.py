@@ -69,24 +69,26 @@ def products_behind(gathered: Node) -> Sizes | None:
 
 
 def product_before(reduce_scatter: Node) -> Sizes | None:
-    """Of the product that is scattered, or of the one that a scattered sum would be formed as; None where it is none."""
+    """Of the product that is scattered, or of the one that a scattered sum would be formed as; None where there is
+    none."""
     total = scattered(reduce_scatter)
     if total is None:
         return None
-    addends = [total] if is_product(total) else _addends(total)
-    if len(addends) > 1 and not (_float8_products(total) or all(_is_private_product(one, total) for one in addends)):
+    is_float8, addends = bool(_float8_products(total)), [total] if is_product(total) else _addends(total)
+    if len(addends) > 1 and not (is_float8 or all(_is_private_product(one, total) for one in addends)):
         return None
     products = [node.args[0] if node.target is aten.reshape.default else node for node in addends]
     if any(node.target not in _PRODUCTS for node in products):
         return None
     tokens, width = value(products[0]).shape
-    is_float8, plain = bool(_float8_products(total)), all(node.target is aten.mm.default for node in products)
+    plain = all(node.target is aten.mm.default for node in products)
     inner = sum(value(node.args[0]).shape[1] for node in products)
     return tokens, inner, (width,) * (plain or is_float8), is_float8
 
 
 def scatter_float8(reduce_scatter: Node, group_name: str) -> bool:
-    """Put ``scaled_products_exchange`` and a sum in the place of a scattered float8 product, or sum of such; whether it is one."""
+    """Put ``scaled_products_exchange`` and a sum in the place of a scattered float8 product, or sum of such; whether it
+    is one."""
     total = scattered(reduce_scatter)
     products = _float8_products(total) if total is not None else []
     waits = [user for user in reduce_scatter.users if user.target is _WAIT]
@@ -112,7 +114,8 @@ def scatter_float8(reduce_scatter: Node, group_name: str) -> bool:
 def _float8_products(total: Node) -> list[Node]:
     """The products that a tensor is the sum of, where these are all in float8, alike and for it alone; else none."""
     addends = _addends(total)
-    products = [node.args[0] for node in addends if node.target in _RESHAPES and (len(node.users) == 1 or node is total)]
+    products = [node.args[0] for node in addends
+                if node.target in _RESHAPES and (len(node.users) == 1 or node is total)]
     if len(products) < len(addends) or any(mm.target is not aten._scaled_mm.default or len(mm.users) != 1
                                            for mm in products):
         return []
