@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 benchmarks/async_tp_ops.py out.json [--debug]
 
-Every rank times every place; the slowest rank's milliseconds count (``titanyaml.dist.async_tp_times``). Before the
+Every rank times every place; the slowest rank's milliseconds count (``distributed.async_tp_times``). Before the
 products of float8 layers also: gathered in bfloat16 and cast, and cast and gathered in float8 (one scale).
 """
 
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from titanyaml.dist import async_tp_times, compat, compat_async_tp
-from titanyaml.dist.async_tp_times import Place
-from titanyaml.dist.env import Env, start, stop
-from titanyaml.dist.tensor import TensorGroup, gather_sequence
+from titanyaml.distributed import async_tp_times, compat, compat_async_tp
+from titanyaml.distributed.async_tp_times import Place
+from titanyaml.distributed.env import Env, start, stop
+from titanyaml.distributed.tensor import TensorGroup, gather_sequence
 
 #: (sequences, tokens of each, dim, width of queries, of keys, of the feed-forward): of the whole model.
 BLOCKS = {"3B": (2, 4096, 3072, 3072, 1024, 8192), "8B": (1, 8192, 4096, 4096, 1024, 14336),

@@ -20,7 +20,7 @@ from typing import Any
 import planner_rows
 from planner_rows import Row
 
-from titanyaml.planner import step
+from titanyaml.planner.model import step
 from titanyaml.runner.bench_report import table
 
 #: GB/s a device: from half to all of what NVLink 4 is sold as, but for what large collectives were seen to reach.

@@ -17,7 +17,7 @@ from typing import Any
 import hosts_fit
 from planner_rows import DOCS, HERE, Row
 
-from titanyaml.planner import profile
+from titanyaml.planner.model import devices
 from titanyaml.runner.bench_report import table
 
 RESULTS = ("h200x2_20261130", "h200x2_20261130_again")
@@ -91,7 +91,7 @@ def _parity(row: dict[str, Any]) -> str:
 def tables(plans: dict[str, Row]) -> str:
     """Speed and checks; plans: of ``hosts_fit.measured``."""
     rows = measured()
-    rate = profile.shipped("cluster", "nvlink_host")["nvlink_gb_s"]
+    rate = devices.shipped("cluster", "nvlink_host")["nvlink_gb_s"]
     speed = table(_HEAD, [_line(name, rows, plans[name], rate) for name in rows if name in plans])
     return f"{speed}\n\n{table(['check', 'result'], checks(rows))}"
 

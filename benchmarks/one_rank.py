@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 
-from titanyaml.dist import compat
+from titanyaml.distributed import compat
 from titanyaml.runner import train
 
 BACKEND = "alone"

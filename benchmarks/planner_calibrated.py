@@ -21,8 +21,8 @@ import yaml
 from planner_rows import Row, statistics_of
 
 from titanyaml.config import schema
-from titanyaml.planner import constants, profile, step
-from titanyaml.planner.inputs import Device, Network
+from titanyaml.planner.model import constants, devices, step
+from titanyaml.planner.model.inputs import Device, Network
 
 CALIBRATED = planner_rows.HERE / "results" / "h200_calibrated.yaml"
 LINKS = planner_rows.HERE / "results" / "h200_links.yaml"
@@ -50,11 +50,11 @@ def device(measured: dict[str, Any], name: str) -> Device:
     scaled = {field.name: getattr(spec, field.name) * (moving if field.name == "memory_tb_s" else compute)
               for field in dataclasses.fields(spec)
               if field.name.endswith(("_tflops", "memory_tb_s")) and getattr(spec, field.name) is not None}
-    kept, _ = profile.shipped_device(name)
+    kept, _ = devices.shipped_device(name)
     known = {"name": name, "peak_bf16_tflops": kept.peak_bf16_tflops, "memory_gib": kept.memory_gib}
     if kept.gemm_fp8_tflops is None:
         known["gemm_fp8_tflops"] = None
-    return profile.device(replace(spec, **scaled | known))
+    return devices.device(replace(spec, **scaled | known))
 
 
 def network(measured: dict[str, Any], name: str, shipped: Network) -> Network:

@@ -1,4 +1,4 @@
-"""Repeat the fit behind ``planner/constants.py`` and ``conf/``: half of torchtitan's rows fit, the other half tests.
+"""Repeat the fit behind the planner's constants and ``conf/``: half of torchtitan's rows fit, the other half tests.
 
     python benchmarks/planner_fit.py              one split: every other row
     python benchmarks/planner_fit.py --halves 20  random halves: how far errors and numbers move
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import planner_rows
 from planner_rows import Row, statistics_of
 
-from titanyaml.planner import constants, step
+from titanyaml.planner.model import constants, step
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Free:
     spread: float
 
 
-#: Names in capitals are those of planner/constants.py. Per device: products in bf16, and how much faster float8 is.
+#: Names in capitals: planner/model/constants.py. Per device: products in bf16, and how much faster float8 is.
 #: Starts are guesses from single kernels. Of what a plan of one device reckons with, two numbers more are fitted, to
 #: memory: TP_LEFTOVER and ALLOCATOR_GIB.
 FREE = {

@@ -22,12 +22,13 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from titanyaml.config import dump, hydra_hook, schema, store
+from titanyaml.config import dump, schema
+from titanyaml.config.hydra import compose_hook, store
+from titanyaml.config.hydra.report import compose_report
 from titanyaml.config.nearest import keys_of
-from titanyaml.config.report import compose_report
-from titanyaml.planner import configured, kept, memory, profile, step
-from titanyaml.planner.inputs import Job, Mesh, Software
-from titanyaml.planner.shape import Shape
+from titanyaml.planner.model import devices, from_config, memory, memory_of_kept, step
+from titanyaml.planner.model.inputs import Job, Mesh, Software
+from titanyaml.planner.model.shape import Shape
 
 HERE = Path(__file__).parent
 
@@ -136,7 +137,7 @@ def job(row: dict[str, str]) -> Job:
     """What the row ran."""
     reading = _READINGS[row["source"]]
     option = reading.hardware or ("a100_80gb" if row["hardware"].startswith("A100") else "h100_sxm")
-    hardware, cluster = profile.shipped_device(option)
+    hardware, cluster = devices.shipped_device(option)
     if option == "a100_80gb":
         hardware = replace(hardware, memory_gib=float(row["gpu_mem_gb"]))
     software = reading.software
@@ -153,7 +154,7 @@ def job(row: dict[str, str]) -> Job:
     accumulation = next((int(part.split("=")[1]) for part in row["notes"].split("; ") if "accum=" in part), 1)
     interleaved = row["pp_schedule"].startswith("Interleaved")
     return Job(
-        SHAPES[row["model"]], mesh, profile.device(hardware), profile.network(cluster, world_size=ranks), software,
+        SHAPES[row["model"]], mesh, devices.device(hardware), devices.network(cluster, world_size=ranks), software,
         seq_len=_number(row, "seq_len", 8192), local_batch=_number(row, "local_batch"), accumulation=accumulation,
         microbatches=pp, schedule=row["pp_schedule"] or "1F1B", stages_per_rank=2 if interleaved else 1,
         ac=_AC[row["activation_ckpt"] or "selective"], quant=name, float8_gather=gathers,
@@ -185,13 +186,13 @@ def _typed(options: str) -> Job:
     typed = ["runner=plan", "hardware=h200", f"cluster.nvlink_gb_s={_PAIR}", *options.split()]
     report = compose_report(typed, loader=_loader())
     assert not report.problems, report.problems
-    return configured.job(dump.to_dataclass(OmegaConf.masked_copy(report.cfg, list(keys_of(schema.Config)))))
+    return from_config.job(dump.to_dataclass(OmegaConf.masked_copy(report.cfg, list(keys_of(schema.Config)))))
 
 
 @functools.cache
-def _loader() -> hydra_hook.Loader:
+def _loader() -> compose_hook.Loader:
     store.register()
-    return hydra_hook.main_loader()
+    return compose_hook.main_loader()
 
 
 def _reckoned(source: str, label: str, group: str, row: dict[str, str], made: Job) -> Row:
@@ -199,7 +200,7 @@ def _reckoned(source: str, label: str, group: str, row: dict[str, str], made: Jo
     tps = made.tokens_per_step / planned.seconds / made.mesh.world_size
     gib = float(row["peak_mem_gib"]) if row["peak_mem_gib"] else None
     return Row(source, label, group, float(row["tokens_per_s_per_gpu"]), gib, row, made, "", tps,
-               kept.plan_memory(made).total / memory.GIB)
+               memory_of_kept.plan_memory(made).total / memory.GIB)
 
 
 def _read(name: str) -> list[dict[str, str]]:

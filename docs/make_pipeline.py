@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titanyaml.pipeline.plan import named_orders
+from titanyaml.pipeline_parallel.partition import named_orders
 from titanyaml.pipeline_schedule.kinds import KINDS, Kind, owners
 from titanyaml.pipeline_schedule.simulate import Timeline, simulate
 

@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from titanyaml import machine
-from titanyaml.config import store
+from titanyaml.config.hydra import store
 
 if not machine.gpus():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: our kernels then run on a CPU

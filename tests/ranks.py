@@ -191,7 +191,7 @@ def _serve(pipe: Connection) -> None:
 
 def _answer(call: bytes, start: bool, rank: int) -> tuple[float, bytes, tuple[bytes, str] | None]:
     """(time, pickled result, failure) of one call."""
-    from titanyaml.dist import env
+    from titanyaml.distributed import env
 
     try:
         if start:
@@ -209,7 +209,7 @@ def _answer(call: bytes, start: bool, rank: int) -> tuple[float, bytes, tuple[by
 def _forget_groups() -> None:
     """Hundreds of groups that are gone but remembered would take half of the machine, by their threads."""
     if "torch.distributed.tensor" in sys.modules:
-        from titanyaml.dist import compat
+        from titanyaml.distributed import compat
 
         compat.forget_meshes()
     gc.collect()
@@ -218,7 +218,7 @@ def _forget_groups() -> None:
 def _leave(*, clean: bool) -> None:
     import torch.distributed as dist
 
-    from titanyaml.dist import env
+    from titanyaml.distributed import env
 
     if clean:
         env.stop(env.Env.from_environ("cpu"))

@@ -13,7 +13,7 @@ from tests.plugins.small import spec
 from titanyaml import ceilings
 from titanyaml.ceilings import Ceilings, Linear, Product
 from titanyaml.config.schema import Model
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.models import decoder
 
 LLAMA3_8B = Model(name="8b", vocab_size=128256, dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336,

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ranks import run_ranks
-from titanyaml.dist import compat_compile
+from titanyaml.distributed import compat_compile
 from titanyaml.errors import DataError
 from titanyaml.loss import IGNORE_INDEX, CrossEntropy, _HeadGradient, chunk_loss, chunked_cross_entropy
 

@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.adamw import adamw
 
 from titanyaml import hardware
-from titanyaml.dist import compat
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed import compat
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.models.protocol import ModelFacts
 from titanyaml.pipeline.protocol import dtype_name
 

@@ -26,8 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from titanyaml import arguments, sweep
-from titanyaml.config import dump, hydra_hook, store
+from titanyaml import sweep
+from titanyaml.config import dump
+from titanyaml.config.hydra import arguments, compose_hook, store
 from titanyaml.config.ranks import world_size as count_ranks
 from titanyaml.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ConfigError, TitanError
 from titanyaml.launch import external, job
@@ -35,7 +36,7 @@ from titanyaml.launch.job import Typed
 from titanyaml.rundir import InUse
 
 if TYPE_CHECKING:
-    from titanyaml.dist.env import Env
+    from titanyaml.distributed.env import Env
 
 #: Runners that need no ranks: called in this process. Those of NO_TORCH are handed no environment, and leave a folder.
 IN_PROCESS = ("check", "plan")
@@ -43,7 +44,7 @@ NO_TORCH = ("plan",)
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 store.register()
-hydra_hook.install()
+compose_hook.install()
 
 
 class JobFailed(Exception):
@@ -76,7 +77,7 @@ def _guarded() -> int:
     try:
         typed, is_help = arguments.prepare(sys.argv[1:])
         if is_help:
-            hydra_hook.uninstall()  # help works whatever is wrong with the configuration
+            compose_hook.uninstall()  # help works whatever is wrong with the configuration
         sys.argv[1:] = external.hydra_arguments(typed) if external.inside_torchrun() else typed
         os.environ[_FULL_ERROR] = "1"  # Hydra raises its errors instead of printing them and exiting with 1
         hydra.main(version_base="1.3", config_path="pkg://titanyaml.conf", config_name="config")(task)()
@@ -159,7 +160,7 @@ def _job(cfg: DictConfig, folder: Path, typed: Typed) -> float | None:
     if joins and os.environ["RANK"] != "0":
         return None
     try:
-        if typed.sweep and (problems := hydra_hook.problems_for(typed.overrides)):
+        if typed.sweep and (problems := compose_hook.problems_for(typed.overrides)):
             raise ConfigError(problems)
         if alone:
             return _in_process(cfg, folder, typed)
@@ -220,7 +221,7 @@ def _in_process(cfg: DictConfig, folder: Path, typed: Typed) -> float | None:
 
 
 def _environment() -> Env:
-    from titanyaml.dist.env import Env  # torch, at last
+    from titanyaml.distributed.env import Env  # torch, at last
 
     return Env.from_environ()
 

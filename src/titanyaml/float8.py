@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanyaml.dist import compat
+from titanyaml.distributed import compat
 from titanyaml.errors import PipelineError
 
 CHECKED = "0.17 and 0.18"

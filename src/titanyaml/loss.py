@@ -30,8 +30,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanyaml.dist import compat, compat_compile
-from titanyaml.dist.tensor import TensorGroup, local, own_rows
+from titanyaml.distributed import compat, compat_compile
+from titanyaml.distributed.tensor import TensorGroup, local, own_rows
 from titanyaml.errors import DataError, TitanError
 from titanyaml.kernels.cross_entropy import cross_entropy_, shard_parts, sharded_cross_entropy_
 from titanyaml.kernels.scale import scaled

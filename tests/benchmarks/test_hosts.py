@@ -7,8 +7,8 @@ import json
 import pytest
 
 from titanyaml import machine
-from titanyaml.config import hydra_hook, store
-from titanyaml.config.report import compose_report
+from titanyaml.config.hydra import compose_hook, store
+from titanyaml.config.hydra.report import compose_report
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def test_rows_are_accepted_configurations(script, monkeypatch) -> None:
     """On a machine with eight H200; of the rows that differ in their number of ranks alone, those of two."""
     monkeypatch.setattr(machine, "gpus", lambda: ["NVIDIA H200"] * 8)
     store.register()
-    loader, rows = hydra_hook.main_loader(), script("hosts_rows")
+    loader, rows = compose_hook.main_loader(), script("hosts_rows")
     for name, work in (rows.rows(2) | rows._two_axes(8)).items():
         report = compose_report(["runner=bench", *rows.MODEL, *work.ours], loader=loader)
         assert report.problems == [], (name, report.problems)

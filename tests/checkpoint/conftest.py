@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from titanyaml.checkpoint import Checkpointer
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.rundir import RunDir
 
 ALONE = Env(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), backend="gloo")

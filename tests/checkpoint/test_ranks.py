@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.conftest import equal, flip, make
 from tests.ranks import run_ranks
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.errors import CheckpointError, LaunchError, NonFiniteError
 
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titanyaml.arguments import prepare
+from titanyaml.config.hydra.arguments import prepare
 from titanyaml.errors import ConfigError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titanyaml.config import hydra_hook, store
-from titanyaml.config.report import Report, compose_report
+from titanyaml.config.hydra import compose_hook, store
+from titanyaml.config.hydra.report import Report, compose_report
 from titanyaml.errors import Problem
 
 
@@ -18,12 +18,12 @@ def registered() -> None:
 
 
 @pytest.fixture(scope="session")
-def loader() -> hydra_hook.Loader:
-    return hydra_hook.main_loader()
+def loader() -> compose_hook.Loader:
+    return compose_hook.main_loader()
 
 
 @pytest.fixture
-def report(loader: hydra_hook.Loader) -> Callable[..., Report]:
+def report(loader: compose_hook.Loader) -> Callable[..., Report]:
     """``report("optim.lrr=1")``: the shipped configuration with these overrides."""
 
     def composed(*overrides: str, multirun: bool = False) -> Report:
@@ -62,6 +62,6 @@ def mine(tmp_path: Path) -> Callable[..., Report]:
 @pytest.fixture
 def hooked() -> Iterator[None]:
     """Hydra composes through the report, as in the command line."""
-    hydra_hook.install()
+    compose_hook.install()
     yield
-    hydra_hook.uninstall()
+    compose_hook.uninstall()

@@ -17,7 +17,7 @@ from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from titanyaml.config import hydra_hook
+from titanyaml.config.hydra import compose_hook
 from titanyaml.errors import ConfigError
 
 
@@ -37,17 +37,17 @@ def test_compose_refuses_with_all_problems(hooked) -> None:
 
 def test_installing_twice_and_giving_back() -> None:
     original = ConfigLoaderImpl.load_configuration
-    hydra_hook.install()
-    hydra_hook.install()
+    compose_hook.install()
+    compose_hook.install()
     assert ConfigLoaderImpl.load_configuration is not original
-    hydra_hook.uninstall()
+    compose_hook.uninstall()
     assert ConfigLoaderImpl.load_configuration is original
 
 
 def test_another_line_of_hydra_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(hydra_hook.hydra, "__version__", "1.4.0")
+    monkeypatch.setattr(compose_hook.hydra, "__version__", "1.4.0")
     with pytest.raises(AssertionError, match="not 1.4.0"):
-        hydra_hook.install()
+        compose_hook.install()
 
 
 def test_the_first_look_at_the_mode_is_lenient(hydra) -> None:
@@ -68,7 +68,7 @@ def sweep(hydra: Hydra, *overrides: str) -> dict[str, list[str] | None]:
 
     def task(cfg: DictConfig) -> None:
         node = HydraConfig.get()
-        problems = hydra_hook.problems_for(node.overrides.task)
+        problems = compose_hook.problems_for(node.overrides.task)
         seen[" ".join(node.overrides.task)] = problems and [problem.key for problem in problems]
         assert Path(node.runtime.output_dir).is_dir()
 
@@ -103,10 +103,10 @@ def test_problems_are_forgotten_when_the_job_is_right_the_next_time(hydra) -> No
     master = loader.load_configuration("config", ["optim.lr=1,2", "tokenizer=bytes"], RunMode.MULTIRUN)
     job = ["tokenizer=bytes", "data=files", "data.paths=[]"]
     loader.load_sweep_config(master, job)
-    assert hydra_hook.problems_for(list(reversed(job)))[0].key == "data.paths"
-    hydra_hook._refused[tuple(sorted(["tokenizer=bytes"]))] = []
+    assert compose_hook.problems_for(list(reversed(job)))[0].key == "data.paths"
+    compose_hook._refused[tuple(sorted(["tokenizer=bytes"]))] = []
     loader.load_sweep_config(master, ["tokenizer=bytes"])
-    assert hydra_hook.problems_for(["tokenizer=bytes"]) is None
+    assert compose_hook.problems_for(["tokenizer=bytes"]) is None
 
 
 def test_completion_is_left_to_hydra(hydra, monkeypatch) -> None:

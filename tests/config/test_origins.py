@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from omegaconf import OmegaConf
 
-from titanyaml.config.origins import File, Origins
+from titanyaml.config.hydra.origins import File, Origins
 
 
 def files(tmp_path):

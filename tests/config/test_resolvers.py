@@ -5,7 +5,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from titanyaml.config import resolvers
+from titanyaml.config.hydra import resolvers
 
 
 def test_smallest_in_yaml() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from tests.config.rule_cases import BYTES, CASES, ON_A_GPU, SCHEDULE
 from titanyaml import machine
-from titanyaml.config import rules, rules_data
-from titanyaml.config.view import Unknown, View
+from titanyaml.config.rules import data, table
+from titanyaml.config.rules.view import Unknown, View
 
-RULES = {rule.name: rule for rule in rules.RULES}
+RULES = {rule.name: rule for rule in table.RULES}
 
 
 @pytest.mark.parametrize("override", ["checkpoint.resume=", "run.dir=' '", "run.dir=/"])
@@ -24,7 +24,7 @@ def test_an_empty_path_is_not_the_current_folder(report, override: str) -> None:
 
 def test_every_rule_has_a_case() -> None:
     assert set(CASES) == set(RULES)
-    assert len(RULES) == len(rules.RULES), "two rules of one name"
+    assert len(RULES) == len(table.RULES), "two rules of one name"
 
 
 @pytest.fixture
@@ -36,15 +36,15 @@ def ask(compose, monkeypatch):
         """everything: the keys of all that is wrong, by the schema or by any rule."""
         with monkeypatch.context() as patch:
             if name.endswith("_is_installed"):
-                patch.setattr(rules_data, "find_spec", lambda package: None)
+                patch.setattr(data, "find_spec", lambda package: None)
             if name in ON_A_GPU:
                 patch.setattr(machine, "gpus", lambda: ["H200"])
             tree = inspected(tuple(overrides))
             if everything:
-                return {problem.key for problem in tree.problems + rules.check_rules(tree.values)}
+                return {problem.key for problem in tree.problems + table.check_rules(tree.values)}
             return RULES[name].check(View(tree.values))
 
-    inspected = functools.cache(lambda overrides: rules.inspect(compose(*overrides)))
+    inspected = functools.cache(lambda overrides: table.inspect(compose(*overrides)))
     return asked
 
 
@@ -93,8 +93,8 @@ def test_a_check_of_split_masters_is_of_the_device_that_runs(ask, monkeypatch) -
 
 
 def test_the_shipped_default_keeps_every_rule(compose) -> None:
-    view = View(rules.inspect(compose()).values)
-    assert [rule.name for rule in rules.RULES if rule.check(view) is not None] == []
+    view = View(table.inspect(compose()).values)
+    assert [rule.name for rule in table.RULES if rule.check(view) is not None] == []
 
 
 @pytest.mark.parametrize(("overrides", "hint"), [
@@ -239,30 +239,30 @@ def test_dtype_combinations(ask, compute: str, param: str, reduced: str, legal: 
 def test_byte_vocabulary_is_the_tokenizers() -> None:
     from titanyaml.tokenizer.byte import ByteTokenizer
 
-    assert ByteTokenizer().vocab_size == rules_data.BYTE_VOCABULARY
+    assert ByteTokenizer().vocab_size == data.BYTE_VOCABULARY
 
 
-@pytest.mark.parametrize("row", rules_data.PACKAGES, ids=lambda row: row[2])
+@pytest.mark.parametrize("row", data.PACKAGES, ids=lambda row: row[2])
 def test_packages_are_installed_by_setup(row: tuple) -> None:
     assert util.find_spec(row[2]) is not None
 
 
 def test_all_rules_are_asked_and_collected(compose) -> None:
-    found = rules.check_rules(compose(*BYTES, "model.num_kv_heads=3", "train.seq_len=600", "schedule=wsd",
+    found = table.check_rules(compose(*BYTES, "model.num_kv_heads=3", "train.seq_len=600", "schedule=wsd",
                                       "schedule.decay_steps=300"))
     assert [problem.key for problem in found] == ["model.num_kv_heads", "train.seq_len", "schedule.warmup_steps"]
 
 
 def test_a_rule_is_not_asked_about_a_key_that_is_wrong_itself(compose) -> None:
-    values = rules.inspect(compose(*BYTES, "model.num_kv_heads=3")).values
+    values = table.inspect(compose(*BYTES, "model.num_kv_heads=3")).values
     del values["model"]["num_heads"]
     with pytest.raises(Unknown):
         RULES["kv_heads_divide_heads"].check(View(values))
-    assert rules.check_rules(values) == []
+    assert table.check_rules(values) == []
 
 
 def test_parameter_count_is_the_published_one(compose) -> None:
-    from titanyaml.config.rules_mesh import num_parameters
+    from titanyaml.config.rules.mesh import num_parameters
 
     assert num_parameters(compose("model=llama3_8b").model) == pytest.approx(8_030_261_248, rel=1e-3)
     assert num_parameters(compose("model=llama3_1b").model) == pytest.approx(1_235_814_400, rel=1e-3)

@@ -9,17 +9,17 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.object_type import ObjectType
 
-from titanyaml.config import search, store
+from titanyaml.config.hydra import search_path, store
 
 
 @pytest.fixture
-def mesh() -> search.MeshSource:
-    return search.MeshSource("titanyaml-mesh", "mesh://parallel")
+def mesh() -> search_path.MeshSource:
+    return search_path.MeshSource("titanyaml-mesh", "mesh://parallel")
 
 
 @pytest.fixture
-def experiments() -> search.ExperimentSource:
-    return search.ExperimentSource("titanyaml-experiments", "experiments://titanyaml.experiments")
+def experiments() -> search_path.ExperimentSource:
+    return search_path.ExperimentSource("titanyaml-experiments", "experiments://titanyaml.experiments")
 
 
 def test_a_mesh_name_sets_its_degrees_and_no_more(compose) -> None:
@@ -65,7 +65,7 @@ def test_completion_of_mesh_names(mesh, monkeypatch, typed: str, some: list[str]
 
 def test_completion_lists_common_meshes_before_anything_is_typed(mesh, monkeypatch) -> None:
     monkeypatch.setenv("COMP_LINE", "titanyaml parallel=")
-    assert mesh.list("parallel", ObjectType.CONFIG) == sorted(search._COMMON_MESHES)
+    assert mesh.list("parallel", ObjectType.CONFIG) == sorted(search_path._COMMON_MESHES)
 
 
 def test_experiments_are_found_with_their_header(experiments) -> None:
@@ -83,8 +83,8 @@ def test_experiments_in_folders_are_listed_with_their_path(tmp_path, monkeypatch
     (tmp_path / "table" / "row1.yaml").write_text("# @package _global_\n")
     (tmp_path / "README.md").write_text("")
     (tmp_path / "__init__.py").write_text("")
-    monkeypatch.setattr(search.resources, "files", lambda package: tmp_path)
-    source = search.ExperimentSource("x", "experiments://titanyaml.experiments")
+    monkeypatch.setattr(search_path.resources, "files", lambda package: tmp_path)
+    source = search_path.ExperimentSource("x", "experiments://titanyaml.experiments")
     assert source.list("experiment", ObjectType.CONFIG) == ["table/row1"]
     assert source.list("experiment", ObjectType.GROUP) == []
     assert source.is_config("experiment/table/row1")
@@ -97,8 +97,9 @@ def test_a_package_joins_by_an_entry_point(tmp_path, monkeypatch, compose) -> No
     (package / "plugin" / "noise.yaml").write_text(
         "# @package pipeline.plugins\nnoise:\n  _target_: their_code.Noise\n  amount: 0.5\n")
     monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint("their", "their_conf", search.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(search, "entry_points", lambda group: [point] if group == search.ENTRY_POINT_GROUP else [])
+    point = EntryPoint("their", "their_conf", search_path.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(search_path, "entry_points",
+                        lambda group: [point] if group == search_path.ENTRY_POINT_GROUP else [])
     for override in ("plugin=[noise]", "plugin=noise"):
         nodes = compose(override).pipeline.plugins
         assert nodes.noise == {"_target_": "their_code.Noise", "amount": 0.5}

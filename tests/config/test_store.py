@@ -7,7 +7,8 @@ from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
-from titanyaml.config import schema, store
+from titanyaml.config import schema
+from titanyaml.config.hydra import store
 
 
 def test_registering_twice_changes_nothing(compose) -> None:
@@ -46,7 +47,7 @@ MODULES = ["build", "check", "degrees", "hints", "hydra_hook", "keys", "kinds", 
 
 def test_no_module_and_no_check_imports_torch() -> None:
     imports = "; ".join(f"import titanyaml.config.{name}" for name in MODULES)
-    program = (f"import sys; {imports}; from titanyaml.config.report import compose_report; "
+    program = (f"import sys; {imports}; from titanyaml.config.hydra.report import compose_report; "
                "problems = compose_report(['ac=full', 'tokenizer=bytes', 'optim.lrr=1']).problems; "
                "assert len(problems) == 1, problems; assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

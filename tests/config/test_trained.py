@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from titanyaml.config import dump, rules
+from titanyaml.config import dump
+from titanyaml.config.rules import table
 from titanyaml.config.trained import with_trained
 
 EVAL = ["tokenizer=bytes", "tracker=none", "runner=eval"]
@@ -21,14 +22,14 @@ def trained(compose, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("inside", ["", "checkpoints/step-00000003"])
 def test_a_mesh_is_checked_against_the_checkpoints_model(compose, trained: Path, inside: str) -> None:
     where = f"runner.checkpoint={trained / inside}"
-    assert rules.check_rules(compose(*EVAL, where, "parallel=ep2")) == []
-    [problem] = rules.check_rules(compose(*EVAL, where, "parallel=ep3"))
+    assert table.check_rules(compose(*EVAL, where, "parallel=ep2")) == []
+    [problem] = table.check_rules(compose(*EVAL, where, "parallel=ep3"))
     assert "3, which does not divide model.moe.num_experts=8" in problem.message
 
 
 def test_nothing_is_brought_where_nothing_is_read(compose, trained: Path) -> None:
-    values = rules.inspect(compose("tokenizer=bytes")).values
+    values = table.inspect(compose("tokenizer=bytes")).values
     assert with_trained(values) is values
     (trained / "config.yaml").write_text("model: [")
-    values = rules.inspect(compose(*EVAL, f"runner.checkpoint={trained}")).values
+    values = table.inspect(compose(*EVAL, f"runner.checkpoint={trained}")).values
     assert with_trained(values) is values

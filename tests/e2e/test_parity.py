@@ -16,7 +16,7 @@ from tests.e2e.helpers import SIZES, bits, checkpoints, metrics, records, tensor
 from tests.ranks import run_ranks
 from titanyaml.config import dump
 from titanyaml.config.schema import Config
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 from titanyaml.runner.train import train

@@ -12,7 +12,7 @@ from tests.e2e.helpers import bits, checkpoints, metrics, records, tensors
 from tests.e2e.test_parity import FLOAT64, SHORT, begin, configure  # noqa: F401 - a fixture
 from tests.ranks import run_ranks
 from titanyaml.config.schema import Config
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.rundir import RunDir
 from titanyaml.runner.train import train
 

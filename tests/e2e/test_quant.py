@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from titanyaml import float8
 from titanyaml.config import dump
 from titanyaml.config.schema import Config
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.rundir import RunDir
 from titanyaml.runner.train import train
 

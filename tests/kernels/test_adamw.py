@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from titanyaml.config.schema import Optim
 from titanyaml.data.loader import Batch
-from titanyaml.dist.env import Env
-from titanyaml.dist.norm import clip_factor, grad_norm
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.norm import clip_factor, grad_norm
 from titanyaml.errors import NonFiniteError
 from titanyaml.kernels import adamw
 from titanyaml.kernels.adamw import Factors, adamw_, reference_

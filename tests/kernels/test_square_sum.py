@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanyaml.dist.norm import grad_norm
+from titanyaml.distributed.norm import grad_norm
 from titanyaml.kernels import square_sum
 from titanyaml.kernels.square_sum import reference
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from titanyaml.config import dump
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.kernels import adamw, choice, cross_entropy
 from titanyaml.optim.fused import FusedAdamW
 from titanyaml.rundir import RunDir

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from titanyaml import tracker
 from titanyaml.config.schema import Config
-from titanyaml.dist import comm, signals
-from titanyaml.dist.env import Env
+from titanyaml.distributed import comm, signals
+from titanyaml.distributed.env import Env
 from titanyaml.errors import DataError, NonFiniteError, Preempted
 from titanyaml.rundir import RunDir
 from titanyaml.runner import train as training

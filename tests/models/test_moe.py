@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.models.cases import BASE, MIXTURES, build, relative, tokens
 from titanyaml.config.schema import Model, MoE
-from titanyaml.dist import compat
+from titanyaml.distributed import compat
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.grouped import grouped_linear

@@ -13,8 +13,8 @@ import yaml
 from torch import Tensor
 
 from tests.models.cases import MIXTURES, build, relative, tokens
-from titanyaml.config.rules_mesh import num_parameters
-from titanyaml.config.rules_moe import num_mixtures
+from titanyaml.config.rules.mesh import num_parameters
+from titanyaml.config.rules.moe import num_mixtures
 from titanyaml.config.schema import Model, MoE, RopeScaling
 from titanyaml.errors import ConfigError
 from titanyaml.loss import CrossEntropy

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.ranks import run_ranks
 from titanyaml.config.schema import Optim, ParamGroup
-from titanyaml.dist.norm import clip_factor, grad_norm
-from titanyaml.dist.rng import generator
+from titanyaml.distributed.norm import clip_factor, grad_norm
+from titanyaml.distributed.rng import generator
 from titanyaml.errors import TitanError
 from titanyaml.kernels.master import split_off
 from titanyaml.optim import AdamW, build

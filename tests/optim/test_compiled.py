@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.optim.test_adamw import LRS, SPEC, Toy, batch, masters_of
-from titanyaml.dist import compat_compile
+from titanyaml.distributed import compat_compile
 from titanyaml.kernels.master import split_off
 from titanyaml.optim import build, compiled
 from titanyaml.optim.compiled import CompiledAdamW

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.ranks import run_ranks
 from titanyaml.config.schema import Optim
-from titanyaml.dist.rng import generator
+from titanyaml.distributed.rng import generator
 from titanyaml.optim import AdamW, build, codes
 from titanyaml.optim.lowbit import BLOCK, LowBitAdamW, block_size
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import Problem
 from titanyaml.models.protocol import BlockLayout, ModelFacts
 from titanyaml.pipeline.protocol import Change, Context

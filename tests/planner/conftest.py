@@ -12,11 +12,12 @@ from types import ModuleType
 import pytest
 from omegaconf import OmegaConf
 
-from titanyaml.config import dump, hydra_hook, nearest, schema, store
-from titanyaml.config.report import compose_report
-from titanyaml.planner import profile
-from titanyaml.planner.inputs import TITANYAML, Job, Mesh
-from titanyaml.planner.shape import Shape
+from titanyaml.config import dump, nearest, schema
+from titanyaml.config.hydra import compose_hook, store
+from titanyaml.config.hydra.report import compose_report
+from titanyaml.planner.model import devices
+from titanyaml.planner.model.inputs import TITANYAML, Job, Mesh
+from titanyaml.planner.model.shape import Shape
 
 REPO = Path(__file__).parents[2]
 LLAMA_8B = Shape("8b", 128256, 4096, 32, 32, 8, 128, 14336)
@@ -37,9 +38,9 @@ def job() -> Callable[..., Job]:
     """``job(mesh=Mesh(dp_shard=8), ac="full")``: 8B on H100s of 500 W unless told otherwise."""
 
     def made(option: str = "h100_500w", **changes) -> Job:
-        hardware, cluster = profile.shipped_device(option)
+        hardware, cluster = devices.shipped_device(option)
         mesh = changes.pop("mesh", Mesh(dp_shard=8))
-        base = Job(LLAMA_8B, mesh, profile.device(hardware), profile.network(cluster, world_size=mesh.world_size),
+        base = Job(LLAMA_8B, mesh, devices.device(hardware), devices.network(cluster, world_size=mesh.world_size),
                    TITANYAML, seq_len=8192, local_batch=2, ac="selective_op")
         return dataclasses.replace(base, **changes)
 
@@ -50,7 +51,7 @@ def job() -> Callable[..., Job]:
 def configure() -> Callable[..., schema.Config]:
     """``configure("parallel=fsdp2")``: the configuration of runner=plan on H200s with these overrides."""
     store.register()
-    loader = hydra_hook.main_loader()
+    loader = compose_hook.main_loader()
 
     def made(*overrides: str) -> schema.Config:
         report = compose_report(["runner=plan", "hardware=h200", *overrides], loader=loader)

@@ -11,10 +11,10 @@ from tests.ranks import run_ranks
 from titanyaml import optim
 from titanyaml.config import products
 from titanyaml.config.schema import Config
-from titanyaml.dist import compat_compile
-from titanyaml.dist.env import Env
-from titanyaml.dist.tensor import local
-from titanyaml.planner import configured, live, memory, moments, operators
+from titanyaml.distributed import compat_compile
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.tensor import local
+from titanyaml.planner.model import eager_peak, from_config, in_flight, memory, operators
 from titanyaml.runner import memory_trace, setup
 
 SMALL = ["kernels=torch", "compile=none", "train.compute_dtype=bfloat16", "model.dim=256", "model.num_heads=8",
@@ -34,17 +34,17 @@ SPLIT = [("single optim.master=split", 0, "full"), ("fsdp4 optim.master=split", 
 ])
 def test_memory_is_what_the_pipeline_needs(configure, mesh: str, rank: int, ac: str) -> None:
     config = configure(*(MIXED if "ep" in mesh else DENSE), *f"parallel={mesh}".split(), f"ac={ac}")
-    job = configured.job(config)
+    job = from_config.job(config)
     real = memory_trace.measured(config, pipeline_rank=rank)
     stages = job.stages_of(rank)
     states = memory.states(job, stages)
     assert real.parameters == pytest.approx(states["parameters"], rel=0.001)
     assert real.optimizer == pytest.approx(states["optimizer"], rel=0.001)
     assert real.gradients == pytest.approx(states["gradients"], rel=0.001)
-    held = moments.forwards_held(job, rank) / job.stages_per_rank if job.mesh.pp > 1 else 1
-    saved = [held * live.kept(job, block) for stage in stages for block in stage.blocks]
+    held = in_flight.forwards_held(job, rank) / job.stages_per_rank if job.mesh.pp > 1 else 1
+    saved = [held * eager_peak.kept(job, block) for stage in stages for block in stage.blocks]
     assert real.saved == pytest.approx(saved, rel=0.02)
-    when, parts = live.fullest(job, rank=rank)
+    when, parts = eager_peak.fullest(job, rank=rank)
     assert real.peak.total == pytest.approx(sum(parts.values()), rel=0.02), (when, parts, real.peak)
 
 
@@ -76,7 +76,7 @@ def test_states_are_those_of_real_ranks(configure, master: str) -> None:
 ])
 def test_a_pipeline_peaks_at_one_of_its_moments(configure, typed: str, rank: int) -> None:
     config = configure(*DENSE, "parallel=fsdp4_pp2", "train.global_batch=32", *typed.split())
-    _, parts = live.fullest(configured.job(config), rank=rank)
+    _, parts = eager_peak.fullest(from_config.job(config), rank=rank)
     real = memory_trace.measured(config, pipeline_rank=rank).peak
     assert real.total == pytest.approx(sum(parts.values()), rel=0.02), (parts, real)
 
@@ -86,12 +86,12 @@ def test_a_pipeline_peaks_at_one_of_its_moments(configure, typed: str, rank: int
 ])
 def test_a_share_of_the_products_takes_what_is_planned(configure, model: list[str], mesh: str, share: float) -> None:
     config = configure(*model, f"parallel={mesh}", "ac=selective_op", f"ac.keep_products={share}")
-    job = configured.job(config)
+    job = from_config.job(config)
     levels = products.kept(share, blocks=job.shape.num_layers)
     real = memory_trace.measured(config)
-    saved = [live.kept(job, block, keeps=keeps) for block, keeps in zip(job.shape.blocks, levels, strict=True)]
+    saved = [eager_peak.kept(job, block, keeps=keeps) for block, keeps in zip(job.shape.blocks, levels, strict=True)]
     assert real.saved == pytest.approx(saved, rel=0.02)
-    _, parts = live.fullest(job)
+    _, parts = eager_peak.fullest(job)
     assert real.peak.total == pytest.approx(sum(parts.values()), rel=0.02), (parts, real.peak)
 
 
@@ -104,12 +104,13 @@ def test_a_share_of_the_products_takes_what_is_planned(configure, model: list[st
 def test_a_compiled_block_keeps_what_is_planned(configure, model: list[str], typed: str) -> None:
     config = configure(*model, *typed.split(), "compile=block", "compile.backend=aot_eager_decomp_partition",
                        "model.num_layers=1")
-    job = configured.job(config)
+    job = from_config.job(config)
     [block] = job.shape.blocks
     # cosines and sines of a cp rank's positions are picked in the forward, and belong to all blocks
     tables = 4 * config.train.seq_len // job.mesh.cp * job.shape.head_dim * (job.mesh.cp > 1)
     [keeps] = products.kept(job.ac_keep, blocks=1)
-    assert memory_trace.compiled_block(config) - tables == pytest.approx(live.kept(job, block, keeps=keeps), rel=0.02)
+    measured = memory_trace.compiled_block(config) - tables
+    assert measured == pytest.approx(eager_peak.kept(job, block, keeps=keeps), rel=0.02)
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_a_budget_repeats_attention_where_the_partitioner_does(configure, no_bud
         torch.compiler.reset()
         config = configure(*DENSE, "parallel=tp2", "ac=memory_budget", f"ac.budget={share}", "compile=block",
                            "compile.backend=aot_eager_decomp_partition", "model.num_layers=1")
-        job = configured.job(config)
+        job = from_config.job(config)
         [block] = job.shape.blocks
         kept.append(memory_trace.compiled_block(config))
         planned.append(job.tokens * memory.saved_per_token(job, block))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from titanyaml.pipeline import plan as plans
+from titanyaml.pipeline_parallel import partition as plans
 from titanyaml.pipeline_schedule.actions import most_held
 from titanyaml.pipeline_schedule.kinds import KINDS, owners
-from titanyaml.planner import configured, memory, moments
-from titanyaml.planner.inputs import Mesh
+from titanyaml.planner.model import from_config, in_flight, memory
+from titanyaml.planner.model.inputs import Mesh
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -21,16 +21,16 @@ def test_forwards_held_are_those_of_the_schedule(job, name: str, ranks: int) -> 
             made = job(mesh=Mesh(pp=ranks), schedule=name, stages_per_rank=per_rank, local_batch=microbatches,
                        microbatches=microbatches)
             orders = plans.named_orders(name, owners=placed, microbatches=microbatches)
-            assert [moments.forwards_held(made, rank) for rank in range(ranks)] == [most_held(one) for one in orders]
+            assert [in_flight.forwards_held(made, rank) for rank in range(ranks)] == [most_held(one) for one in orders]
 
 
 def test_an_interleaved_rank_has_the_gradients_of_a_stage_at_a_time(job) -> None:
     """As many microbatches as ranks: each stage's backwards are over before the one before it has its first."""
     made = job(mesh=Mesh(dp_shard=8, pp=4), schedule="Interleaved1F1B", stages_per_rank=2, local_batch=4,
                microbatches=4)
-    found = list(moments.moments(made, 0))
+    found = list(in_flight.moments(made, 0))
     assert {moment.grown for moment in found} == {(), (0,), (1,)}
-    assert max(moment.held for moment in found) == moments.forwards_held(made, 0) == 8
+    assert max(moment.held for moment in found) == in_flight.forwards_held(made, 0) == 8
     plain = job(mesh=Mesh(dp_shard=8, pp=4), local_batch=4, microbatches=4)
     several, one = (memory.plan_memory(of).parts["unsharded gradients"] for of in (made, plain))
     assert several < 0.7 * one
@@ -39,5 +39,5 @@ def test_an_interleaved_rank_has_the_gradients_of_a_stage_at_a_time(job) -> None
 def test_a_schedule_from_a_file_holds_what_it_holds(configure, tmp_path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n")
-    made = configured.job(configure("model=llama3_8b", "parallel=pp2", f"parallel.pp_schedule_csv={path}"))
-    assert [moments.forwards_held(made, rank) for rank in range(2)] == [2, 1]
+    made = from_config.job(configure("model=llama3_8b", "parallel=pp2", f"parallel.pp_schedule_csv={path}"))
+    assert [in_flight.forwards_held(made, rank) for rank in range(2)] == [2, 1]

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from titanyaml.config import schema
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.errors import ConfigError
-from titanyaml.planner import changes, configured, cost, memory, operators, profile, step, timeline
-from titanyaml.planner import plan as planning
-from titanyaml.planner.budget import budget
-from titanyaml.planner.inputs import FUSED, TITANYAML, Mesh
-from titanyaml.planner.review import warnings
+from titanyaml.planner.model import cost, devices, from_config, memory, operators, step
+from titanyaml.planner.model import plan as planning
+from titanyaml.planner.model.inputs import FUSED, TITANYAML, Mesh
+from titanyaml.planner.report import timeline
+from titanyaml.planner.report.budget import budget
+from titanyaml.planner.report.remarks import warnings
+from titanyaml.planner.search import remedies
 from titanyaml.runner import honesty
 
 
@@ -107,30 +109,30 @@ def test_split_masters_halve_the_shards_of_gradients(job) -> None:
 ])
 def test_what_does_not_fit_says_what_would(configure, typed: str) -> None:
     config = configure(*typed.split())
-    made = planning.plan(configured.job(config))
-    ways = changes.changes(config, made)
+    made = planning.plan(from_config.job(config))
+    ways = remedies.changes(config, made)
     found = ways.found
     assert not made.fits and len(found) == 3 and ways.few() == ""
     assert len({one.kinds for one in found}) == 3, "different in kind"
     slowdowns = [one.slowdown for one in found]
     assert slowdowns == sorted(slowdowns)
     for one in found:
-        again = planning.plan(configured.job(configure(*typed.split(), *one.typed.split())))
+        again = planning.plan(from_config.job(configure(*typed.split(), *one.typed.split())))
         assert again.fits and again.job.mesh.world_size == one.devices
         assert again.tps == pytest.approx(one.tps) and one.tps == pytest.approx((1 - one.slowdown) * made.tps)
 
 
 def test_what_fits_needs_no_change(configure) -> None:
     config = configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1")
-    assert changes.changes(config, planning.plan(configured.job(config))).found == []
+    assert remedies.changes(config, planning.plan(from_config.job(config))).found == []
 
 
 def test_where_few_changes_fit_the_nearest_is_named(configure) -> None:
     config = configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1")
-    ways = changes.changes(config, planning.plan(configured.job(config)), limit_gib=2.0)
+    ways = remedies.changes(config, planning.plan(from_config.job(config)), limit_gib=2.0)
     assert ways.found == [] and ways.over_gib > 0
     assert ways.few().startswith("none of the changes that were tried makes it fit; the nearest, ")
-    near = configured.job(configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1", *ways.nearest.split()))
+    near = from_config.job(configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1", *ways.nearest.split()))
     assert memory.plan_memory(near).with_margin / memory.GIB - 2.0 == pytest.approx(ways.over_gib)
 
 
@@ -223,13 +225,13 @@ def test_float8_needs_a_rate(job) -> None:
 
 def test_a_device_without_rates_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not say gemm_bf16_tflops"):
-        profile.device(schema.Hardware(name="mine", peak_bf16_tflops=1.0, memory_gib=1.0))
+        devices.device(schema.Hardware(name="mine", peak_bf16_tflops=1.0, memory_gib=1.0))
     with pytest.raises(ConfigError, match="how fast its links are"):
-        profile.network(schema.Cluster(), world_size=2)
+        devices.network(schema.Cluster(), world_size=2)
 
 
 def test_a_configuration_becomes_a_job(configure) -> None:
-    made = configured.job(configure("model=llama3_70b", "parallel=hsdp2x4_tp8", "train.local_batch=2", "ac=full",
+    made = from_config.job(configure("model=llama3_70b", "parallel=hsdp2x4_tp8", "train.local_batch=2", "ac=full",
                                     "train.global_batch=64", "compile.async_tp=true", "cluster.rdma_gb_s=20"))
     assert made.mesh == Mesh(dp_replicate=2, dp_shard=4, tp=8)
     assert (made.accumulation, made.local_batch, made.seq_len, made.ac) == (4, 2, 8192, "full")
@@ -238,19 +240,19 @@ def test_a_configuration_becomes_a_job(configure) -> None:
 
 
 def test_a_pipeline_is_cut_as_it_is_run(configure) -> None:
-    made = configured.job(configure("model=llama3_70b", "parallel=fsdp8_pp4", "train.global_batch=64",
+    made = from_config.job(configure("model=llama3_70b", "parallel=fsdp8_pp4", "train.global_batch=64",
                                     "train.local_batch=1", "parallel.pp_schedule=Interleaved1F1B"))
     assert (made.local_batch, made.microbatches, made.accumulation, made.stages_per_rank) == (8, 8, 1, 2)
     assert made.tokens_per_step == 64 * 8192 and made.tokens == 8192
     assert sum(made.layers_of_ranks) == 80
-    around = configured.job(configure("model=llama3_70b", "parallel=pp4", "parallel.pp_schedule=ZBVZeroBubble"))
+    around = from_config.job(configure("model=llama3_70b", "parallel=pp4", "parallel.pp_schedule=ZBVZeroBubble"))
     assert around.ends_of(0) == (True, True), "a V ends where it began"
 
 
 def test_a_schedule_from_a_file_is_simulated(configure, tmp_path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n")
-    made = configured.job(configure("model=llama3_8b", "parallel=pp2", f"parallel.pp_schedule_csv={path}"))
+    made = from_config.job(configure("model=llama3_8b", "parallel=pp2", f"parallel.pp_schedule_csv={path}"))
     assert made.microbatches == 2
     assert made.bubble == pytest.approx(1.0), "nine units for two microbatches of three"
 
@@ -260,12 +262,12 @@ def test_a_schedule_from_a_file_is_simulated(configure, tmp_path) -> None:
     ("loss.chunk_tokens=512", "fused", 512),
 ])
 def test_the_loss_is_the_one_that_will_run(configure, typed: str, loss: str, chunk: int) -> None:
-    made = configured.job(configure(typed))
+    made = from_config.job(configure(typed))
     assert (made.software.loss, made.chunk_tokens) == (loss, chunk)
 
 
 def test_float8_is_planned_where_it_is_asked_for(configure) -> None:
-    made = configured.job(configure("parallel=fsdp8", "quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true"))
+    made = from_config.job(configure("parallel=fsdp8", "quant=float8_tensorwise", "quant.fsdp_float8_all_gather=true"))
     assert (made.quant, made.float8_gather) == ("float8_tensorwise", True)
 
 
@@ -274,7 +276,7 @@ def test_a_run_is_held_against_its_plan(configure) -> None:
     record = {"step": 20, "tps": 1000.0, "step_s": 1.0, "mem_reserved_gib": 2.0}
     config = configure("parallel=single", "train.local_batch=2")
     said = honesty.compare(config, env, record)
-    made = planning.plan(configured.job(config))
+    made = planning.plan(from_config.job(config))
     assert said["error"]["tps"] == pytest.approx(made.tps / 1000 - 1)
     assert said["measured"] == {"tps": 1000.0, "step_s": 1.0, "memory_gib": 2.0}
     assert honesty.compare(config, Env(0, 1, 0, torch.device("cpu"), "gloo"), record) is None
@@ -290,13 +292,13 @@ def test_a_typed_cluster_wins(configure) -> None:
     ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704), ("llama4_17bx128e", 400_711_848_960, 17_184_691_200),
 ])
 def test_a_mixture_has_its_parameters(configure, model: str, whole: int, active: int) -> None:
-    made = configured.job(configure(f"model={model}"))
+    made = from_config.job(configure(f"model={model}"))
     assert (made.shape.num_params, made.shape.num_active_params) == (whole, active)
     assert made.params_of(made.stages_of(0)) == (whole, whole), "one rank has all"
 
 
 def test_experts_are_spread_over_their_ranks(configure) -> None:
-    spread = configured.job(configure("model=qwen3_30b_a3b", "parallel=fsdp64_ep8"))
+    spread = from_config.job(configure("model=qwen3_30b_a3b", "parallel=fsdp64_ep8"))
     alone = replace(spread, mesh=replace(spread.mesh, ep=1))
     assert spread.params_of(spread.stages_of(0))[1] == pytest.approx(alone.params_of(alone.stages_of(0))[1])
     assert memory.plan_memory(spread).parts["gathered weights"] < 0.5 * memory.plan_memory(alone).parts[
@@ -322,7 +324,7 @@ def test_what_leaves_a_host_is_slow(job) -> None:
 
 
 def test_chunks_of_attention_are_cheaper(configure) -> None:
-    long = configured.job(configure("model=llama4_17bx16e", "parallel=fsdp16", "train.seq_len=32768"))
+    long = from_config.job(configure("model=llama4_17bx16e", "parallel=fsdp16", "train.seq_len=32768"))
     flops = {block.rotary: sum(one.flops for one in operators.block_forward(long, block)
                                if isinstance(one, operators.Attention)) for block in long.shape.blocks}
     assert flops[False] == pytest.approx(4 * flops[True])

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from titanyaml.config import dump
-from titanyaml.dist import comm
-from titanyaml.dist.env import Env
+from titanyaml.distributed import comm
+from titanyaml.distributed.env import Env
 from titanyaml.errors import ConfigError
-from titanyaml.planner import configured, memory
-from titanyaml.planner import plan as planning
-from titanyaml.planner import recompute as planned
+from titanyaml.planner.model import from_config, memory
+from titanyaml.planner.model import plan as planning
+from titanyaml.planner.search import choose_ac as planned
 from titanyaml.rundir import RunDir
 from titanyaml.runner import plan, recompute
 from titanyaml.runner.train import Trainer
@@ -30,7 +30,7 @@ RUN = ("model=llama3_3b", "model.tie_embeddings=false", "parallel=single", "trai
 def chosen(config) -> planned.Choice:
     limit_gib, why = planned.limit(config, device_gib=config.hardware.memory_gib,
                                    reserve_gib=config.hardware.reserve_gib)
-    return planned.choose(config, configured.job(config), limit_gib=limit_gib, why=why)
+    return planned.choose(config, from_config.job(config), limit_gib=limit_gib, why=why)
 
 
 @pytest.mark.parametrize(("gib", "wanted"), [
@@ -47,7 +47,7 @@ def test_the_less_memory_the_more_is_recomputed(configure, gib, wanted) -> None:
     concrete = planned.concrete(config, choice)
     assert concrete.ac.mode == concrete.pipeline.plugins["ac"]["mode"] == wanted
     assert config.ac.mode == config.pipeline.plugins["ac"]["mode"] == "auto", "what was asked stays"
-    again = planning.plan(configured.job(concrete))
+    again = planning.plan(from_config.job(concrete))
     assert again.total_gib == choice.plan.total_gib, "the plan of the concrete configuration is the one that was shown"
 
 
@@ -61,7 +61,7 @@ def test_as_many_products_are_kept_as_fit(configure) -> None:
 
 
 def test_more_kept_products_take_more_memory_and_less_time(configure) -> None:
-    job = configured.job(configure(*RUN, "ac.memory_gib=72", "parallel=fsdp2"))
+    job = from_config.job(configure(*RUN, "ac.memory_gib=72", "parallel=fsdp2"))
     plans = [planning.plan(replace(job, ac="selective_op", ac_keep=share)) for share in (0.0, 0.25, 0.5, 0.6071, 1.0)]
     assert sorted(plans, key=lambda made: made.total_gib) == sorted(plans, key=lambda made: made.tps) == plans
     stream = 2 * job.tokens * job.shape.dim * job.shape.num_layers

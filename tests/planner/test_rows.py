@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from titanyaml.planner import constants
+from titanyaml.planner.model import constants
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,12 @@ import itertools
 import pytest
 from rich.console import Console
 
-from titanyaml.config import rules, schema
-from titanyaml.planner import around, configured, kept, memory, recompute, search, space
-from titanyaml.planner import plan as planning
-from titanyaml.planner.space import Space
+from titanyaml.config import schema
+from titanyaml.config.rules import table
+from titanyaml.planner.model import from_config, memory, memory_of_kept
+from titanyaml.planner.model import plan as planning
+from titanyaml.planner.search import choose_ac, neighbours, search, space
+from titanyaml.planner.search.space import Space
 from titanyaml.runner import search_progress
 
 SIXTEEN = ["hardware=h100_500w", "model=llama3_8b", "launch.nproc=16", "train.global_batch=32",
@@ -21,12 +23,12 @@ SIXTEEN = ["hardware=h100_500w", "model=llama3_8b", "launch.nproc=16", "train.gl
 
 def _planned(config, tried: Space, values: list[space.Values]) -> dict[str, float]:
     """Tokens/s of those that are legal, by all rules, and fit; by what is typed."""
-    near, found = around.Around(config), {}
+    near, found = neighbours.Around(config), {}
     for one in values:
         made = near.config(one)
-        if rules.check_rules(dataclasses.asdict(made)):
+        if table.check_rules(dataclasses.asdict(made)):
             continue
-        plan = planning.plan(configured.job(made))
+        plan = planning.plan(from_config.job(made))
         if plan.total_gib * (1.28 if plan.memory.lower_bound else 1) <= plan.limit_gib:
             found[near.change(one)] = plan.tps
     return found
@@ -65,7 +67,7 @@ def test_own_products_and_steps_are_those_of_every_cell(configure) -> None:
         shares = [one | {"ac.mode": "selective_op", "ac.keep_products": share / 8} for share in range(9)]
         fit = _planned(config, tried, [share for share in shares if _leaves_room(config, share)])
         none = one | {"ac.mode": "none"}
-        if fit and not (around.Around(config).change(none) in modes and _leaves_room(config, none)):
+        if fit and not (neighbours.Around(config).change(none) in modes and _leaves_room(config, none)):
             steps |= dict([max(fit.items(), key=lambda two: two[1])])
     assert [one.plan.tps for one in found.best] == pytest.approx(_fastest(modes | steps))
     first = found.best[0].change
@@ -73,9 +75,9 @@ def test_own_products_and_steps_are_those_of_every_cell(configure) -> None:
 
 
 def _leaves_room(config, values: space.Values) -> bool:
-    job = configured.job(around.Around(config).config(values))
-    limit = (job.device.memory_gib - job.device.reserve_gib) * (1 - recompute.RESERVE)
-    return kept.plan_memory(job).with_margin / memory.GIB <= limit
+    job = from_config.job(neighbours.Around(config).config(values))
+    limit = (job.device.memory_gib - job.device.reserve_gib) * (1 - choose_ac.RESERVE)
+    return memory_of_kept.plan_memory(job).with_margin / memory.GIB <= limit
 
 
 def test_70b_is_faster_with_what_nobody_typed(configure) -> None:
@@ -116,13 +118,13 @@ def test_a_typed_key_is_never_left_unread(configure) -> None:
 def test_rules_asked_once_say_what_all_rules_say(configure) -> None:
     """Also where what a rule reads next depends on what it has read."""
     config = configure(*SIXTEEN)
-    near, seen = around.Around(config), set()
+    near, seen = neighbours.Around(config), set()
     tried = Space(axes={"cp": (1, 2)}, schedule=("1F1B", "ZBVZeroBubble"))
     for cell in list(space.cells(config, tried))[::7]:
         for mode in ("none", "full"):
             values = cell | {"ac.mode": mode, "quant.product": "own", "optim.master": "split"}
             made = near.config(values)
-            problems = rules.check_rules(dataclasses.asdict(made))
+            problems = table.check_rules(dataclasses.asdict(made))
             said = near.problem(values, made)
             assert said == (f"{problems[0].key} {problems[0].message}" if problems else "")
             seen.add(said.partition(" ")[0])
@@ -148,8 +150,8 @@ def test_a_choice_is_planned_as_it_was_found(configure) -> None:
     assert {one.plan.job.tokens_per_step for one in found} == {32 * 8192}
     assert {one.plan.job.schedule for one in found} == {"1F1B", "Interleaved1F1B"}
     for one in (found[0], found[-1]):
-        again = configured.job(configure("hardware=h100_500w", "model=llama3_8b", *one.change.split()))
-        assert kept.plan_memory(again).total / memory.GIB == pytest.approx(one.plan.total_gib)
+        again = from_config.job(configure("hardware=h100_500w", "model=llama3_8b", *one.change.split()))
+        assert memory_of_kept.plan_memory(again).total / memory.GIB == pytest.approx(one.plan.total_gib)
         assert planning.plan(again).tps == pytest.approx(one.plan.tps)
 
 
@@ -161,7 +163,7 @@ def test_70b_is_at_least_as_fast_as_published(configure) -> None:
     found = search.search(configure("hardware=h100_500w", "model=llama3_70b", "launch.nproc=256",
                                     "train.global_batch=512", "train.local_batch=1"), tried)
     assert found.legal >= 300
-    assert found.best[0].plan.tps >= planning.plan(configured.job(published)).tps
+    assert found.best[0].plan.tps >= planning.plan(from_config.job(published)).tps
 
 
 def test_a_device_without_float8_is_searched_without(configure) -> None:

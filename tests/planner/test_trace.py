@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from titanyaml.planner import configured
+from titanyaml.planner.model import from_config
 from titanyaml.runner import tracing
 
 SMALL = ["model=llama3_debug", "model.dim=64", "model.ffn_dim=96", "model.vocab_size=512", "train.seq_len=64",
@@ -18,7 +18,7 @@ MIXED = ["model=moe_debug", "model.dim=64", "model.ffn_dim=96", "model.moe.ffn_d
 def check(configure: Callable, *typed: str, ranks: tuple[int, ...] = (0,)) -> None:
     """Plan and trace agree on these pipeline ranks."""
     small = tracing.reduced(configure(*typed))
-    job = configured.job(small)
+    job = from_config.job(small)
     for rank in ranks:
         planned, traced = tracing.planned(job, pipeline_rank=rank), tracing.traced(small, pipeline_rank=rank)
         assert traced.flops > 0

@@ -15,8 +15,8 @@ from tests.plugins.small import AC, FSDP, SEQ, Built, build, spec
 from titanyaml import optim
 from titanyaml.config import schema
 from titanyaml.data.loader import Batch
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.loss import CrossEntropy
 from titanyaml.models.moe import expert_biases
 from titanyaml.pipeline.resolve import verify

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanyaml.config.schema import Model
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.init import materialise

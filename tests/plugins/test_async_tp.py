@@ -29,9 +29,9 @@ from tests.plugins.parity import (
 )
 from tests.plugins.small import COMPILE, FSDP, Built, batch, build, context, loss, spec
 from tests.ranks import run_ranks
-from titanyaml.dist import async_tp_times, compat, compat_compile, scaled_scatter
-from titanyaml.dist.mesh import ParallelDims
-from titanyaml.dist.tensor import TensorGroup, scatter_sum
+from titanyaml.distributed import async_tp_times, compat, compat_compile, scaled_scatter
+from titanyaml.distributed.mesh import ParallelDims
+from titanyaml.distributed.tensor import TensorGroup, scatter_sum
 from titanyaml.errors import PipelineError
 from titanyaml.kernels import float8_linear
 from titanyaml.pipeline.resolve import resolve, verify
@@ -220,7 +220,7 @@ def timed_apart(rank: int, folder: str) -> list[tuple[str, float, float]]:
     """Times of a rank that is as slow as its number; and that both ways of a place give the same."""
     mesh, cpu = TP2.build("cpu"), torch.device("cpu")
     group = TensorGroup.of(mesh["tp"])
-    compat_async_tp = importlib.import_module("titanyaml.dist.compat_async_tp")
+    compat_async_tp = importlib.import_module("titanyaml.distributed.compat_async_tp")
     compat_async_tp.register_cpu_kernels()
     places = async_tp_times.block_places(16, 12, [(8, 4)], [6])
     for place in places:
@@ -370,7 +370,7 @@ def test_a_transfer_that_nothing_multiplies_is_told() -> None:
 
 def trained(rank: int, case: Case, cache: str) -> dict[str, Any]:
     """What ``on_mesh`` returns; what was fused and left by (side, kind); graphs that came out of Inductor's cache."""
-    from titanyaml.dist.compat_async_tp import fusions
+    from titanyaml.distributed.compat_async_tp import fusions
 
     inductor_graphs.register()
     environment, before = os.environ.copy(), fusions()
@@ -415,7 +415,7 @@ def test_with_inductor_and_from_its_cache(tmp_path) -> None:
 
 def test_a_sum_that_is_used_elsewhere_stays() -> None:
     """Its value is needed by itself, so that one product in its place would have to be made besides."""
-    from titanyaml.dist import graph_products
+    from titanyaml.distributed import graph_products
 
     def scattered_sums(group: str):
         def body(a, b, c, d):
@@ -434,7 +434,7 @@ def test_a_sum_that_is_used_elsewhere_stays() -> None:
 
 
 def test_off_and_refused(monkeypatch) -> None:
-    from titanyaml.dist.compat_async_tp import fuse_collectives
+    from titanyaml.distributed.compat_async_tp import fuse_collectives
 
     ctx = context(spec(vocab_size=VOCAB), dims=TP2)
     assert resolve({"async_tp": {**ASYNC, "enabled": False}}, ctx).off == {"async_tp": "compile.async_tp is false"}

@@ -15,9 +15,9 @@ from torch._inductor.runtime import cache_dir_utils
 
 from tests.plugins import inductor_graphs
 from tests.plugins.small import AC, COMPILE, LAYERS, batch, build, context, spec, step
-from titanyaml.config.rules_compile import BACKENDS, DEBUGGING
-from titanyaml.dist import compat_compile
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.config.rules.compile import BACKENDS, DEBUGGING
+from titanyaml.distributed import compat_compile
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.loss import CrossEntropy
 from titanyaml.pipeline.resolve import resolve, verify
@@ -148,7 +148,7 @@ def test_inductor_keeps_the_sums_of_two_norms_apart(monkeypatch):
     from torch._inductor.scheduler import MixOrderReduction
     from torch._inductor.virtualized import V
 
-    from titanyaml.dist import compat_inductor
+    from titanyaml.distributed import compat_inductor
 
     assert V.choices is not None  # a thread that has compiled before has its choices
     with config.patch(inductor_choices_class=None):

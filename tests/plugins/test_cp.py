@@ -11,9 +11,9 @@ from tests.plugins import inductor_graphs
 from tests.plugins.parity import SELECTIVE, cp
 from tests.plugins.small import COMPILE, SEQ, VOCAB, batch, build, context, loss, spec
 from tests.ranks import run_ranks
-from titanyaml.dist import compat
-from titanyaml.dist.context import even_positions, head_tail_positions
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed import compat
+from titanyaml.distributed.context import even_positions, head_tail_positions
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.models import decoder
 from titanyaml.pipeline.resolve import resolve

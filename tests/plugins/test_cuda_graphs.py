@@ -10,8 +10,8 @@ import torch
 
 from tests.plugins.small import CPU, build
 from titanyaml.config import dump
-from titanyaml.dist import compat_compile
-from titanyaml.dist.env import Env
+from titanyaml.distributed import compat_compile
+from titanyaml.distributed.env import Env
 from titanyaml.errors import PipelineError
 from titanyaml.rundir import RunDir
 from titanyaml.runner.train import Trainer

@@ -16,8 +16,8 @@ from tests.plugins.parity import FULL, TP, Case, assert_equal, cp, on_mesh, one_
 from tests.plugins.small import COMPILE, FSDP, build, context, spec
 from tests.ranks import run_ranks
 from titanyaml.config.schema import MoE
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.models import decoder
 from titanyaml.pipeline.resolve import resolve

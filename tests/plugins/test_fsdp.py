@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from tests.plugins.small import AC, COMPILE, FSDP, LAYERS, batch, build, context, loss, spec
 from tests.ranks import run_ranks
 from titanyaml import machine
-from titanyaml.dist.compat import fake_tensors
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.compat import fake_tensors
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.pipeline.resolve import resolve, verify
 from titanyaml.plugins.fsdp import FullyShard, _IntoFreed

@@ -14,7 +14,7 @@ from tests.plugins.small import FSDP, LAYERS, CountOperators, batch, build, cont
 from tests.ranks import run_ranks
 from titanyaml import optim
 from titanyaml.config import schema
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.kernels.master import split_off
 from titanyaml.kernels.master import whole as value_of
 from titanyaml.plugins.fsdp import FullyShard

@@ -25,8 +25,8 @@ from tests.plugins.small import COMPILE, FSDP, build, loss
 from tests.plugins.test_tp import FSDP2_TP2, TP2
 from tests.ranks import run_ranks
 from titanyaml.config.schema import MoE
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.models.moe import Router
 from titanyaml.runner.routing import Routing
 

@@ -23,7 +23,7 @@ from tests.plugins.parity import (
 )
 from tests.plugins.small import COMPILE, FSDP
 from tests.ranks import run_ranks
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.mesh import ParallelDims
 
 TIED, MASKED = {"tie_embeddings": True}, {"document_mask": True}
 FSDP2, FSDP4, DDP2 = ParallelDims(dp_shard=2), ParallelDims(dp_shard=4), ParallelDims(dp_replicate=2)

@@ -19,12 +19,12 @@ from tests.ranks import run_ranks
 from titanyaml import optim
 from titanyaml.checkpoint import state as states
 from titanyaml.config import schema
-from titanyaml.dist import norm
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed import norm
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
-from titanyaml.pipeline import execute
 from titanyaml.pipeline.resolve import resolve
+from titanyaml.pipeline_parallel import execute
 from titanyaml.pipeline_schedule.kinds import KINDS
 
 PP = {"_target_": "titanyaml.plugins.pp.PipelineParallel"}

@@ -29,7 +29,7 @@ from tests.plugins.quantized import (
 from tests.plugins.small import AC, COMPILE, batch, build, context, loss
 from titanyaml import float8
 from titanyaml.config import layers, schema
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.kernels.choice import Choice
 from titanyaml.models import decoder

@@ -15,8 +15,8 @@ from tests.plugins.small import AC, COMPILE, FSDP, batch, build, context, loss
 from tests.ranks import run_ranks
 from titanyaml import optim
 from titanyaml.config import schema
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.kernels.float8_shards import Float8Shards
 from titanyaml.models import decoder

@@ -30,9 +30,9 @@ from tests.plugins.quantized import (
 )
 from tests.plugins.small import AC, COMPILE, FSDP, SEQ, CountOperators, batch, build, loss
 from tests.ranks import run_ranks
-from titanyaml.dist import compat_compile
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed import compat_compile
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.plugins.quant import OwnProduct
 
 # ---- training

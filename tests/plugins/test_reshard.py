@@ -17,8 +17,8 @@ from tests.plugins.small import FSDP, build
 from tests.ranks import run_ranks
 from titanyaml import optim
 from titanyaml.config import schema
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 
 UNEVEN = {"ffn_dim": 54, "vocab_size": 98}
 FROM = Case(ParallelDims(dp_shard=4), {"fsdp": FSDP}, 1, UNEVEN)

@@ -9,7 +9,7 @@ from tests.plugins.parity import TP, VOCAB, WHOLE, Case, on_mesh, one_process
 from tests.plugins.small import FSDP, SEQ, build, context, spec
 from tests.ranks import run_ranks
 from titanyaml import machine
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import DataError, PipelineError
 from titanyaml.loss import CrossEntropy
 from titanyaml.pipeline.resolve import resolve

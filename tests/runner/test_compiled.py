@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from titanyaml.config import dump
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.rundir import RunDir
 from titanyaml.runner.train import Trainer
 

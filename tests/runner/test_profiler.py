@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from titanyaml.config import schema
-from titanyaml.dist import compat
-from titanyaml.dist.env import Env
+from titanyaml.distributed import compat
+from titanyaml.distributed.env import Env
 from titanyaml.rundir import RunDir
 from titanyaml.runner.profiler import Profiler
 

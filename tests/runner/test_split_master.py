@@ -12,7 +12,7 @@ from tests.plugins.parity import whole
 from tests.ranks import run_ranks
 from titanyaml.config import dump
 from titanyaml.config.schema import Config
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.errors import ConfigError
 from titanyaml.kernels.master import is_split
 from titanyaml.rundir import RunDir

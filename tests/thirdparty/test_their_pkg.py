@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from tests.plugins.small import AC, COMPILE, FSDP, batch, build, context, loss, spec, step
 from tests.ranks import run_ranks
 from tests.thirdparty.install import SOURCE
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.pipeline.resolve import resolve
 

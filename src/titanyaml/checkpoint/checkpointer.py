@@ -21,7 +21,7 @@ from titanyaml.checkpoint import folder, manifest, storage
 from titanyaml.checkpoint import state as states
 from titanyaml.checkpoint.finder import Finder
 from titanyaml.checkpoint.peers import Peers
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.errors import CheckpointError, NonFiniteError
 from titanyaml.rundir import RunDir, utc_now
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titanyaml.dist import compat
-from titanyaml.dist.env import Env
+from titanyaml.distributed import compat
+from titanyaml.distributed.env import Env
 from titanyaml.errors import CheckpointError, TitanError
 
 log = logging.getLogger("titanyaml")

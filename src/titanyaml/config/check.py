@@ -14,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from titanyaml.config import schema
-from titanyaml.config.hints import unread_then
 from titanyaml.config.kinds import BAD, assign, describe, kind_hint, spell, to_kind
 from titanyaml.config.nearest import Key, keys_of, nearest, nearest_key
 from titanyaml.config.plugin_nodes import check_plugins, check_runner
+from titanyaml.config.rules.hints import unread_then
 from titanyaml.errors import Problem
 
 _REFERENCE = re.compile(r"(?<!\\)\$\{\s*([A-Za-z_][\w.]*)\s*\}")

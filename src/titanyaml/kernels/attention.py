@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titanyaml.dist import compat
+from titanyaml.distributed import compat
 from titanyaml.kernels import merge
 
 Kernel = Literal["cudnn", "flash", "plain"]

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanyaml.dist import compat
-from titanyaml.dist.tensor import TensorGroup
+from titanyaml.distributed import compat
+from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.kernels.attention import Kernel, merge_, part_backward, part_forward
 
 

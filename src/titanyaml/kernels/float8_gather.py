@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from titanyaml.dist import compat
+from titanyaml.distributed import compat
 from titanyaml.kernels.float8_shards import Float8Shards
 
 log = logging.getLogger("titanyaml")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanyaml.dist import compat
-from titanyaml.dist.tensor import TensorGroup, gather_parts, scatter_parts
+from titanyaml.distributed import compat
+from titanyaml.distributed.tensor import TensorGroup, gather_parts, scatter_parts
 from titanyaml.kernels.float8_cast import Float8, float8_cast, largest
 from titanyaml.kernels.float8_gather import GatheredWeight, gathered_parts
 from titanyaml.kernels.float8_turn import float8_turn

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titanyaml.dist.tensor import local, placed_as
+from titanyaml.distributed.tensor import local, placed_as
 
 QUIET_NAN = 0x7FC00000
 

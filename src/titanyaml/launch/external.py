@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from titanyaml.config import dump
-from titanyaml.dist import signals
+from titanyaml.distributed import signals
 from titanyaml.errors import LaunchError, TitanError
 from titanyaml.launch import failure, rank
 from titanyaml.launch.job import Job, Typed, open_job, record_failure
 from titanyaml.rundir import RunDir
 
 if TYPE_CHECKING:
-    from titanyaml.dist.env import Env
+    from titanyaml.distributed.env import Env
 
 #: What Hydra must not do on ranks other than 0.
 _SILENT_RANK = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
@@ -104,7 +104,7 @@ def run(cfg: DictConfig, folder: Path, typed: Typed) -> float | None:
 
 def _agree(cfg: DictConfig, folder: Path, typed: Typed, env: Env) -> Job:
     """Rank 0 opens the job, all ranks get it; what rank 0 was refused is raised on all."""
-    from titanyaml.dist import comm
+    from titanyaml.distributed import comm
 
     opened, refused = None, None
     if env.is_main:

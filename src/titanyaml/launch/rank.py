@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from titanyaml.dist import signals
+from titanyaml.distributed import signals
 from titanyaml.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, Preempted
 from titanyaml.launch import failure
 from titanyaml.rundir import RunDir
@@ -28,7 +28,7 @@ from titanyaml.rundir import RunDir
 # Hydra, OmegaConf and torch are imported where they are used: a rank must first be able to die and to be stopped
 if TYPE_CHECKING:
     from titanyaml.config.schema import Config
-    from titanyaml.dist.env import Env
+    from titanyaml.distributed.env import Env
 
 _PR_SET_PDEATHSIG = 1
 
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def join(config: Config) -> Env:
     """Enter the process group that the environment describes."""
-    from titanyaml.dist import env as environment
+    from titanyaml.distributed import env as environment
 
     env = environment.Env.from_environ()
     environment.start(env, timeout_s=config.launch.startup_timeout_s)
@@ -68,7 +68,7 @@ def join(config: Config) -> Env:
 
 def leave_group(env: Env) -> None:
     """Leave the process group together with all other ranks."""
-    from titanyaml.dist import env as environment
+    from titanyaml.distributed import env as environment
 
     environment.stop(env)
 

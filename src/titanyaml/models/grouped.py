@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from titanyaml.dist import compat
+from titanyaml.distributed import compat
 
 _ALIGNED = 16  # bytes; torch's grouped product takes rows that begin at multiples of it
 

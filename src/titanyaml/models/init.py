@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from titanyaml.config.schema import Model
-from titanyaml.dist import rng
-from titanyaml.dist.tensor import placed_as
+from titanyaml.distributed import rng
+from titanyaml.distributed.tensor import placed_as
 from titanyaml.errors import TitanError
 from titanyaml.kernels.master import split_off
 from titanyaml.models.layers import at_least_float32

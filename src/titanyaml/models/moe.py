@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from titanyaml.config.schema import Model
 from titanyaml.config.schema import MoE as Spec
-from titanyaml.dist.tensor import TensorGroup, sum_parts
+from titanyaml.distributed.tensor import TensorGroup, sum_parts
 from titanyaml.models.grouped import grouped_linear
 from titanyaml.models.layers import FeedForward, at_least_float32
 

@@ -23,7 +23,7 @@ from torch.optim.adamw import adamw
 
 from titanyaml import float8
 from titanyaml.config import schema
-from titanyaml.dist import compat
+from titanyaml.distributed import compat
 from titanyaml.errors import TitanError
 from titanyaml.kernels import master as masters_of
 from titanyaml.optim.groups import Group, make_groups

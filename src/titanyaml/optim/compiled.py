@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from titanyaml.config import schema
-from titanyaml.dist import compat_compile
+from titanyaml.distributed import compat_compile
 from titanyaml.errors import TitanError
 from titanyaml.optim import formula
 from titanyaml.optim.adamw import Slot, local

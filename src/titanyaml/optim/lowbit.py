@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanyaml.config import schema
-from titanyaml.dist import rng
+from titanyaml.distributed import rng
 from titanyaml.optim import codes, formula
 from titanyaml.optim.adamw import AdamW, Slot, local
 

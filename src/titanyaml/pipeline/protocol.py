@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from titanyaml.dist.mesh import ParallelDims
+    from titanyaml.distributed.mesh import ParallelDims
     from titanyaml.models.protocol import ModelFacts
 
 #: The backbone of the order: a node of an earlier stage runs before one of a later stage unless after/before say else.

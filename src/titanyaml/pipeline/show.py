@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from titanyaml.pipeline.plan import Plan, named_orders
 from titanyaml.pipeline.protocol import Change
 from titanyaml.pipeline.resolve import Resolved
+from titanyaml.pipeline_parallel.partition import Plan, named_orders
 from titanyaml.pipeline_schedule.kinds import KINDS, owners
 from titanyaml.pipeline_schedule.simulate import simulate
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import titanyaml.kernels.context_attention  # noqa: F401 - registers its operator
 from titanyaml.config import products
-from titanyaml.dist import compat, compat_compile
-from titanyaml.dist.tensor import TensorGroup
+from titanyaml.distributed import compat, compat_compile
+from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.models import grouped  # noqa: F401 - registers its operators
 from titanyaml.pipeline.protocol import Change, Context, some

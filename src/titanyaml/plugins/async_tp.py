@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from titanyaml.dist import async_tp_times
-from titanyaml.dist.async_tp_times import Clock, Place, Timed
-from titanyaml.dist.tensor import TensorGroup, local
+from titanyaml.distributed import async_tp_times
+from titanyaml.distributed.async_tp_times import Clock, Place, Timed
+from titanyaml.distributed.tensor import TensorGroup, local
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.pipeline.protocol import Change, Context
 
 if TYPE_CHECKING:
-    from titanyaml.dist.compat_async_tp import Fusions
+    from titanyaml.distributed.compat_async_tp import Fusions
 
 OPERATORS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 #: In place of kinds: what was measured to gain.
@@ -75,7 +75,7 @@ class AsyncTensorParallel:
         times = self._times(model, ctx) if self.auto else None
         wins = None if times is None else {place: time.wins for place, time in times.items()}
         try:
-            from titanyaml.dist import compat_async_tp  # Inductor takes seconds to import
+            from titanyaml.distributed import compat_async_tp  # Inductor takes seconds to import
 
             compat_async_tp.fuse_collectives(
                 ctx.mesh["tp"].get_group().group_name, self.operators, device_type=ctx.device.type, wins=wins
@@ -116,7 +116,7 @@ class AsyncTensorParallel:
         Raises:
             PipelineError: nothing of a kind that was asked for was fused.
         """
-        from titanyaml.dist import compat_async_tp
+        from titanyaml.distributed import compat_async_tp
 
         counts = compat_async_tp.fusions() - self.earlier
         left = [f"{number} {OPERATORS[kind]}{'s' * (number > 1)} {side}: {reason}"

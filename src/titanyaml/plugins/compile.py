@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from titanyaml import loss
-from titanyaml.config.rules_compile import unknown_backend
-from titanyaml.dist import compat_compile
+from titanyaml.config.rules.compile import unknown_backend
+from titanyaml.distributed import compat_compile
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.optim import compiled as optimizer
 from titanyaml.pipeline.protocol import Change, Context
@@ -94,7 +94,7 @@ class Compile:
         compat_compile.guard_module_hooks()  # another plugin may hook a single block
         compat_compile.mend_saved_rng_states()  # another plugin may have made DTensors of the parameters
         if self.backend == "inductor":
-            from titanyaml.dist import compat_inductor  # seconds to import
+            from titanyaml.distributed import compat_inductor  # seconds to import
 
             compat_inductor.keep_sums_apart()
             compat_inductor.launch_own_kernels_directly()

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanyaml.dist import context
-from titanyaml.dist.tensor import TensorGroup
+from titanyaml.distributed import context
+from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.kernels.attention import Kernel, kernel_for
 from titanyaml.kernels.context_attention import gathered, ring
 from titanyaml.models.attention import Attention, Mask
 from titanyaml.pipeline.protocol import Change, Context
-from titanyaml.pipeline.staged import parts
+from titanyaml.pipeline_parallel.staged import parts
 
 METHODS = ("allgather", "ring", "ulysses")
 

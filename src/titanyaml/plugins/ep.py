@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanyaml.dist import compat
-from titanyaml.dist.tensor import TensorGroup, exchange_rows, local
+from titanyaml.distributed import compat
+from titanyaml.distributed.tensor import TensorGroup, exchange_rows, local
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.models.moe import Experts, take_rows
 from titanyaml.pipeline.protocol import Change, Context

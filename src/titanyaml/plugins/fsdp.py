@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 
 from titanyaml.errors import Problem
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
-from titanyaml.pipeline.staged import parts
+from titanyaml.pipeline_parallel.staged import parts
 
 RESHARD = ("auto", "always", "never")
 

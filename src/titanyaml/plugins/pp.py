@@ -12,9 +12,9 @@ from torch import nn
 
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.models.decoder import Decoder
-from titanyaml.pipeline import plan as plans
 from titanyaml.pipeline.protocol import Change, Context
-from titanyaml.pipeline.staged import Staged
+from titanyaml.pipeline_parallel import partition as plans
+from titanyaml.pipeline_parallel.staged import Staged
 from titanyaml.pipeline_schedule import actions
 from titanyaml.pipeline_schedule.kinds import KINDS
 from titanyaml.pipeline_schedule.validate import first_violation

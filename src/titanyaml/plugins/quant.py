@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titanyaml import float8
 from titanyaml.config.layers import ALIGNMENT, filter_without_module, reason_for_high_precision
-from titanyaml.dist.tensor import TensorGroup
+from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.kernels.float8_gather import Float8Gather
 from titanyaml.kernels.float8_linear import Operand, Options, float8_linear, float8_operand, gathered_operand

@@ -20,8 +20,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from titanyaml.dist import compat
-from titanyaml.dist.tensor import TensorGroup, gather_sequence, local, own_rows, scatter_sum, sum_gradient, sum_parts
+from titanyaml.distributed import compat
+from titanyaml.distributed.tensor import (
+    TensorGroup,
+    gather_sequence,
+    local,
+    own_rows,
+    scatter_sum,
+    sum_gradient,
+    sum_parts,
+)
 from titanyaml.errors import DataError, PipelineError, Problem
 from titanyaml.models.layers import Linear, OutputProjection, RMSNorm
 from titanyaml.models.moe import Experts, Router

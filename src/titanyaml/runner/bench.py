@@ -20,8 +20,8 @@ from titanyaml import ceilings, hardware, machine
 from titanyaml.config import dump
 from titanyaml.config.schema import Config
 from titanyaml.data.loader import accumulation
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.models import decoder
 from titanyaml.pipeline.protocol import dtype_name
 from titanyaml.rundir import RunDir, atomic_write, utc_now

@@ -23,10 +23,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanyaml import hardware
 from titanyaml.ceilings import FLOAT8_ALIGNMENT
-from titanyaml.dist import compat
-from titanyaml.dist.env import Env
-from titanyaml.planner import profile
-from titanyaml.planner.cost import HALF_LENGTH
+from titanyaml.distributed import compat
+from titanyaml.distributed.env import Env
+from titanyaml.planner.model import devices
+from titanyaml.planner.model.cost import HALF_LENGTH
 from titanyaml.rundir import RunDir, atomic_write, utc_now
 
 log = logging.getLogger("titanyaml")
@@ -75,10 +75,10 @@ def calibrate(run: RunDir, env: Env) -> None:
     hardware.forget_peaks(device)
     if not env.is_main:
         return
-    spec, cluster = profile.shipped_device(name)
+    spec, cluster = devices.shipped_device(name)
     known = {key: value for key, value in vars(spec).items() if key in ("peak_bf16_tflops", "power_w") and value}
     values: dict[str, Any] = {"name": f"{name}_calibrated", "basis": "calibrated", **known, **found}
-    chosen = next(iter(profile.shipped("hardware", name).get("defaults", [{}])[0].values()), None)
+    chosen = next(iter(devices.shipped("hardware", name).get("defaults", [{}])[0].values()), None)
     option = f"{name}_calibrated"
     if links:
         joined = {key: value for key, value in vars(cluster).items() if value is not None}

@@ -15,13 +15,13 @@ from rich.table import Table
 
 from titanyaml.config import ranks
 from titanyaml.config.schema import Config
-from titanyaml.dist import compat
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed import compat
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import dtype_name
-from titanyaml.pipeline.staged import Staged
-from titanyaml.planner.recompute import Choice
+from titanyaml.pipeline_parallel.staged import Staged
+from titanyaml.planner.search.choose_ac import Choice
 from titanyaml.rundir import RunDir
 from titanyaml.runner import recompute, setup
 

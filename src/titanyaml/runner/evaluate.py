@@ -11,9 +11,9 @@ import torch
 from titanyaml.config.schema import Config
 from titanyaml.data.loader import validation_batches
 from titanyaml.data.packing import TokenData
-from titanyaml.dist import comm
-from titanyaml.dist.env import Env
-from titanyaml.pipeline.staged import Staged
+from titanyaml.distributed import comm
+from titanyaml.distributed.env import Env
+from titanyaml.pipeline_parallel.staged import Staged
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 from titanyaml.runner.load import adopt_trained, load_weights

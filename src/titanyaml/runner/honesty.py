@@ -6,10 +6,10 @@ from typing import Any
 
 from titanyaml import hardware
 from titanyaml.config.schema import Config
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.errors import ConfigError
-from titanyaml.planner import configured, profile
-from titanyaml.planner import plan as planning
+from titanyaml.planner.model import devices, from_config
+from titanyaml.planner.model import plan as planning
 
 #: Compilation, caches and clocks have settled by then.
 STEP = 20
@@ -25,9 +25,9 @@ def compare(config: Config, env: Env, record: dict[str, Any]) -> dict[str, Any] 
         return None  # whatever the configuration says of it
     spec, links = config.hardware, config.cluster
     if spec.name == "auto" and spec.gemm_bf16_tflops is None:
-        spec, links = profile.shipped_device(hardware.detect(env.device) or "auto")
+        spec, links = devices.shipped_device(hardware.detect(env.device) or "auto")
     try:
-        made = planning.plan(configured.job(config, hardware=spec, cluster=links))
+        made = planning.plan(from_config.job(config, hardware=spec, cluster=links))
     except ConfigError:
         return None
     measured = {"tps": record["tps"], "step_s": record["step_s"], "memory_gib": record["mem_reserved_gib"]}

@@ -11,7 +11,7 @@ import yaml
 from titanyaml.config import dump
 from titanyaml.config.schema import Config
 from titanyaml.config.trained import home_of, typed_key
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.errors import CheckpointError
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup

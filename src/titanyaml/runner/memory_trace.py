@@ -1,4 +1,4 @@
-"""Live memory of the real pipeline on fake tensors, by who allocated it: what ``planner/memory.py`` is held against.
+"""Live memory of the real pipeline on fake tensors, by who allocated it: what the planner is held against.
 
 A dispatch mode sees every tensor that an operator returns and notes its storage; a storage is alive until nothing
 refers to it, and is as large as it is at that moment (FSDP empties gathered weights without freeing the object). Who
@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from titanyaml import loss, optim
 from titanyaml.config import ranks
 from titanyaml.config.schema import Config
-from titanyaml.dist import compat, norm
-from titanyaml.dist.tensor import local
+from titanyaml.distributed import compat, norm
+from titanyaml.distributed.tensor import local
 from titanyaml.runner import tracing
 
 #: Labels that stay whoever uses the tensor.

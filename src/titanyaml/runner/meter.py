@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from titanyaml import hardware
 from titanyaml.config.schema import Config
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.pipeline.protocol import Context
 
 

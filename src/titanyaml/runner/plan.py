@@ -10,13 +10,15 @@ from rich.console import Console
 
 from titanyaml.config import degrees
 from titanyaml.config.schema import Config
-from titanyaml.planner import changes, configured, report, space, timeline
-from titanyaml.planner import plan as planning
-from titanyaml.planner import recompute as planned
-from titanyaml.planner.budget import budget
-from titanyaml.planner.plan import Plan
-from titanyaml.planner.recompute import Choice
-from titanyaml.planner.review import warnings
+from titanyaml.planner.model import from_config
+from titanyaml.planner.model import plan as planning
+from titanyaml.planner.model.plan import Plan
+from titanyaml.planner.report import page, timeline
+from titanyaml.planner.report.budget import budget
+from titanyaml.planner.report.remarks import warnings
+from titanyaml.planner.search import choose_ac as planned
+from titanyaml.planner.search import remedies, space
+from titanyaml.planner.search.choose_ac import Choice
 from titanyaml.rundir import RunDir, atomic_write
 
 
@@ -31,17 +33,17 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
     """
     console = Console(width=None if Console().is_terminal else 160)
     config, choice = _settled(config)
-    made = planning.plan(configured.job(config))
+    made = planning.plan(from_config.job(config))
     record = _record(config, made) | ({} if choice is None else {"ac": choice.record()})
     if config.runner.trace:
         from titanyaml.runner import tracing  # torch, and seconds
 
         record["trace"] = tracing.compare(config)
-    report.show(record, console)
+    page.show(record, console)
     if choice is not None:
         console.print(choice.sentence(), highlight=False, soft_wrap=True)
     atomic_write(run.path / "plan.json", json.dumps(record, indent=1) + "\n")
-    atomic_write(run.path / "plan.md", report.markdown(record))
+    atomic_write(run.path / "plan.md", page.markdown(record))
     atomic_write(run.path / "timeline.json", json.dumps(timeline.trace_events(made.step)) + "\n")
     console.print(f"written: {run.path}/plan.json, plan.md, timeline.json", highlight=False, soft_wrap=True)
     speed = made.tps if made.fits else 0.0
@@ -54,7 +56,7 @@ def _settled(config: Config) -> tuple[Config, Choice | None]:
         return config, None
     device = config.hardware
     limit_gib, why = planned.limit(config, device_gib=device.memory_gib, reserve_gib=device.reserve_gib)
-    choice = planned.choose(config, configured.job(config), limit_gib=limit_gib, why=why)
+    choice = planned.choose(config, from_config.job(config), limit_gib=limit_gib, why=why)
     made = planned.concrete(config, choice)
     if config.ac.memory_gib is not None:  # what must be met, and named where it is not
         made = replace(made, hardware=replace(device, memory_gib=limit_gib + device.reserve_gib))
@@ -71,7 +73,7 @@ def _record(config: Config, made: Plan) -> dict[str, Any]:
         remarks.append("parallel.fsdp_cpu_offload is planned as if weights and optimizer were on the device")
     if config.quant.emulate:
         remarks.append("quant.emulate is planned as if nothing were cast: it is slower than bfloat16")
-    ways = changes.changes(config, made)
+    ways = remedies.changes(config, made)
     if not made.fits:
         told = "; ".join(map(_way, ways.found))
         remarks[0] += f". What fits: {told}" * bool(told)
@@ -81,6 +83,6 @@ def _record(config: Config, made: Plan) -> dict[str, Any]:
             "changes": [asdict(way) for way in ways.found], "warnings": remarks}
 
 
-def _way(way: changes.Change) -> str:
+def _way(way: remedies.Change) -> str:
     cost = f"{100 * way.slowdown:.0f} % slower" if way.slowdown > 0 else f"{-100 * way.slowdown:.0f} % faster"
     return f"{way.typed} ({cost}, {way.devices} devices)"

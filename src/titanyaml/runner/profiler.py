@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from titanyaml.config import schema
-from titanyaml.dist import compat
-from titanyaml.dist.env import Env
+from titanyaml.distributed import compat
+from titanyaml.distributed.env import Env
 from titanyaml.rundir import RunDir
 
 log = logging.getLogger("titanyaml")

@@ -14,11 +14,12 @@ import torch
 from titanyaml import hardware
 from titanyaml.config import schema
 from titanyaml.config.schema import Config
-from titanyaml.dist import comm
-from titanyaml.dist.env import Env
-from titanyaml.planner import changes, configured, profile
-from titanyaml.planner import recompute as planned
-from titanyaml.planner.recompute import Choice
+from titanyaml.distributed import comm
+from titanyaml.distributed.env import Env
+from titanyaml.planner.model import devices, from_config
+from titanyaml.planner.search import choose_ac as planned
+from titanyaml.planner.search import remedies
+from titanyaml.planner.search.choose_ac import Choice
 from titanyaml.rundir import RunDir, atomic_write
 
 log = logging.getLogger("titanyaml")
@@ -41,11 +42,11 @@ def settle(config: Config, env: Env) -> tuple[Config, Choice | None]:
         mine = torch.cuda.get_device_properties(env.device).total_memory / hardware.GIB
         device_gib = min(comm.gather_objects(mine, env))
     limit_gib, why = planned.limit(config, device_gib=device_gib, reserve_gib=config.hardware.reserve_gib)
-    job = configured.job(_as_it_runs(config, env), hardware=spec, cluster=links)
+    job = from_config.job(_as_it_runs(config, env), hardware=spec, cluster=links)
     choice = planned.choose(config, job, limit_gib=limit_gib, why=why)
     settled = planned.concrete(config, choice)
     if not choice.fits:
-        ways = changes.changes(settled, choice.plan, limit_gib=choice.limit_gib, hardware=spec, cluster=links).found
+        ways = remedies.changes(settled, choice.plan, limit_gib=choice.limit_gib, hardware=spec, cluster=links).found
         raise planned.refusal(choice, ways)
     return settled, choice
 
@@ -66,10 +67,10 @@ def _device(config: Config, env: Env) -> tuple[schema.Hardware, schema.Cluster]:
     spec, links = config.hardware, config.cluster
     if spec.gemm_bf16_tflops is None:
         option = hardware.detect(env.device) if spec.name == "auto" and env.device.type == "cuda" else None
-        spec, known = profile.shipped_device(option or "h200")
+        spec, known = devices.shipped_device(option or "h200")
         links = known if links.nvlink_gb_s is None else links
     elif links.nvlink_gb_s is None:
-        links = profile.shipped_device("h200")[1]
+        links = devices.shipped_device("h200")[1]
     return spec, links
 
 

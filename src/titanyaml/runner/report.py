@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanyaml.config.rules_measure import bench_steps
+from titanyaml.config.rules.measure import bench_steps
 from titanyaml.config.schema import Config
 from titanyaml.data.packing import TokenData
 from titanyaml.data.stream import StreamData
 from titanyaml.data.synthetic import SyntheticData
-from titanyaml.dist.env import Env
+from titanyaml.distributed.env import Env
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import Change, dtype_name
 from titanyaml.rundir import RunDir, atomic_write

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from titanyaml.config.schema import MoE
-from titanyaml.dist import comm
-from titanyaml.dist.env import Env
+from titanyaml.distributed import comm
+from titanyaml.distributed.env import Env
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from titanyaml.config.schema import Config
-from titanyaml.dist import rng
-from titanyaml.dist.env import Env
+from titanyaml.distributed import rng
+from titanyaml.distributed.env import Env
 from titanyaml.errors import ConfigError, LaunchError
 from titanyaml.models.generate import generate
 from titanyaml.rundir import RunDir, atomic_write

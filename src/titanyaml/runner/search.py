@@ -21,16 +21,17 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from titanyaml.config import degrees, dump, hydra_hook
+from titanyaml.config import degrees, dump
+from titanyaml.config.hydra import compose_hook
+from titanyaml.config.hydra.report import compose_report
 from titanyaml.config.nearest import keys_of
-from titanyaml.config.report import compose_report
 from titanyaml.config.schema import Config
 from titanyaml.errors import ConfigError, Problem
-from titanyaml.planner import search as searching
-from titanyaml.planner import space
-from titanyaml.planner.around import UNREAD
-from titanyaml.planner.search import Found, Result
-from titanyaml.planner.space import Space
+from titanyaml.planner.search import search as searching
+from titanyaml.planner.search import space
+from titanyaml.planner.search.neighbours import UNREAD
+from titanyaml.planner.search.search import Found, Result
+from titanyaml.planner.search.space import Space
 from titanyaml.rundir import atomic_write
 from titanyaml.runner.search_progress import Progress
 
@@ -64,7 +65,7 @@ def run(arguments: Sequence[str], master: DictConfig, loader: Any, launcher: Any
     if not 1 <= jobs <= searching.BEST:
         raise ConfigError([Problem("hydra.sweeper.jobs", f"is {jobs}", f"1 .. {searching.BEST}, of the best that a "
                                    "search lists", "hydra.sweeper.jobs=1")])
-    composing = hydra_hook.Loader(loader, master.hydra.job.config_name)
+    composing = compose_hook.Loader(loader, master.hydra.job.config_name)
     overrides = [composing.parse(text) for text in arguments]
     typed = sort_out(overrides)
     _check_values(overrides, composing)
@@ -123,7 +124,7 @@ def sort_out(overrides: list[Override]) -> Typed:
     return Typed(given, [list(one) for one in itertools.product(*others)], keys)
 
 
-def _check_values(overrides: list[Override], composing: hydra_hook.Loader) -> None:
+def _check_values(overrides: list[Override], composing: compose_hook.Loader) -> None:
     """That each of several values can be had at all, before thousands are tried beside it.
 
     Raises:
@@ -137,7 +138,7 @@ def _check_values(overrides: list[Override], composing: hydra_hook.Loader) -> No
         raise ConfigError(wrong)
 
 
-def _base(base: list[str], typed: Typed, composing: hydra_hook.Loader) -> Config:
+def _base(base: list[str], typed: Typed, composing: compose_hook.Loader) -> Config:
     """The configuration around which is searched. What only rules on chosen keys refuse is left to the candidates."""
     report = compose_report(base, loader=composing)
     wrong = [problem for problem in report.problems if not _is_chosen(problem)]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from titanyaml.planner.search import Result
+from titanyaml.planner.search.search import Result
 
 #: Seconds between two lines, and between two changes of the one line.
 _LINES, _CHANGES = 5.0, 0.25

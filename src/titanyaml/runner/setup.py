@@ -22,9 +22,9 @@ from titanyaml.config import degrees, dump
 from titanyaml.config.schema import Config
 from titanyaml.data.loader import Batch, accumulation
 from titanyaml.data.packing import TokenData
-from titanyaml.dist import comm
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed import comm
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import ConfigError, DataError
 from titanyaml.hardware import synchronize
 from titanyaml.kernels.choice import choose

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from titanyaml.dist import comm, norm
-from titanyaml.dist.env import Env
+from titanyaml.distributed import comm, norm
+from titanyaml.distributed.env import Env
 from titanyaml.errors import NonFiniteError
 from titanyaml.loss import IGNORE_INDEX, CrossEntropy
 from titanyaml.optim import Optimizer
-from titanyaml.pipeline.staged import Staged
+from titanyaml.pipeline_parallel.staged import Staged
 from titanyaml.runner.breakdown import UPDATE
 from titanyaml.runner.setup import to_device
 

@@ -24,14 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanyaml.config import products, ranks
 from titanyaml.config.schema import Compile, Config
-from titanyaml.dist import compat
-from titanyaml.dist.env import Env
-from titanyaml.dist.mesh import ParallelDims
+from titanyaml.distributed import compat
+from titanyaml.distributed.env import Env
+from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.kernels.context_attention import BODIES
 from titanyaml.pipeline.protocol import Context
-from titanyaml.pipeline.staged import Staged
-from titanyaml.planner import configured, operators, step
-from titanyaml.planner.inputs import Job
+from titanyaml.pipeline_parallel.staged import Staged
+from titanyaml.planner.model import from_config, operators, step
+from titanyaml.planner.model.inputs import Job
 from titanyaml.runner import setup
 
 BLOCKS = 2
@@ -193,7 +193,7 @@ def reduced(config: Config) -> Config:
     made = copy.deepcopy(config)
     parallel = made.parallel
     parallel.pp_stages, parallel.pp_first_stage_less_layers, parallel.pp_last_stage_less_layers = [], None, None
-    job = configured.job(config)
+    job = from_config.job(config)
     made.model.num_layers = BLOCKS if job.mesh.pp == 1 else job.mesh.pp * job.stages_per_rank + 1
     made.compile = dataclasses.replace(made.compile, mode="none", async_tp=False, loss=False, optimizer=False,
                                        cuda_graphs=False, async_tp_ops=Compile().async_tp_ops)
@@ -232,7 +232,7 @@ def planned(job: Job, *, pipeline_rank: int = 0) -> Work:
 def compare(config: Config) -> list[dict[str, str]]:
     """Rows of the report: what, planned, traced."""
     small = reduced(config)
-    job, rows = configured.job(small), []
+    job, rows = from_config.job(small), []
     for rank in range(job.mesh.pp):
         mine, real = planned(job, pipeline_rank=rank), traced(small, pipeline_rank=rank)
         where = f"pipeline rank {rank}: " if job.mesh.pp > 1 else ""

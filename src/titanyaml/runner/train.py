@@ -13,8 +13,8 @@ import torch
 from titanyaml import optim, tracker
 from titanyaml.config.schema import Config
 from titanyaml.data.loader import Batches
-from titanyaml.dist import agree, comm, rng, signals
-from titanyaml.dist.env import Env, set_timeout
+from titanyaml.distributed import agree, comm, rng, signals
+from titanyaml.distributed.env import Env, set_timeout
 from titanyaml.errors import NonFiniteError, Preempted
 from titanyaml.kernels.square_sum import square_sum
 from titanyaml.models.moe import expert_biases

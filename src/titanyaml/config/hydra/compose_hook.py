@@ -1,0 +1,191 @@
+"""Hydra's own composition, made to report all problems at once. The only file that uses private names of Hydra.
+
+``install`` wraps two methods of ``ConfigLoaderImpl``, so that running, ``--cfg`` and every job of a sweep go through
+``report.compose_report``; nothing is written to disk for a configuration that is refused. In a sweep a refused job
+fails alone: its problems are kept for the task function, which asks ``problems_for`` and raises them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from titanyaml.config.hydra import search_path, store
+from titanyaml.config.hydra.origins import File
+from titanyaml.config.hydra.report import compose_report
+from titanyaml.errors import ConfigError, Problem
+
+_LINE = "1.3."
+_load_configuration = ConfigLoaderImpl.load_configuration
+_load_sweep_config = ConfigLoaderImpl.load_sweep_config
+_refused: dict[tuple[str, ...], list[Problem]] = {}
+_composing_job = False
+
+#: What a search is called in a configuration.
+SEARCH = "hydra_plugins.titan_search.TitanSearch"
+
+
+def install() -> None:
+    """Check everything that Hydra composes in this process from now on; idempotent.
+
+    Not for ``--help``, which must work whatever the configuration is. Shell completion is left alone by itself.
+    """
+    assert hydra.__version__.startswith(_LINE), f"written for hydra-core {_LINE}x, not {hydra.__version__}"
+    store.register()
+    ConfigLoaderImpl.load_configuration = _checked_load_configuration
+    ConfigLoaderImpl.load_sweep_config = _checked_load_sweep_config
+
+
+def uninstall() -> None:
+    """Give Hydra its own methods back, and forget what was refused."""
+    ConfigLoaderImpl.load_configuration = _load_configuration
+    ConfigLoaderImpl.load_sweep_config = _load_sweep_config
+    _refused.clear()
+
+
+def problems_for(overrides: Sequence[str]) -> list[Problem] | None:
+    """Why the sweep job with these overrides (``HydraConfig.get().overrides.task``) was refused; None: it was not."""
+    return _refused.get(_job(overrides))
+
+
+def _job(overrides: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(overrides))
+
+
+def _checked_load_configuration(
+    self: ConfigLoaderImpl,
+    config_name: str | None,
+    overrides: list[str],
+    run_mode: RunMode,
+    from_shell: bool = True,
+    validate_sweep_overrides: bool = True,
+) -> DictConfig:
+    if "COMP_LINE" in os.environ:  # half-typed words are no problems
+        return _load_configuration(self, config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
+    report = compose_report(overrides, loader=Loader(self, config_name), multirun=run_mode == RunMode.MULTIRUN)
+    # Hydra's first call only asks for hydra.mode and swallows every error; what is wrong is told at the second
+    if report.cfg is None or (report.problems and validate_sweep_overrides):
+        raise ConfigError(report.problems)
+    if run_mode == RunMode.RUN and validate_sweep_overrides and not _composing_job:
+        _refuse_idle_search(report.cfg)
+    return report.cfg
+
+
+def _refuse_idle_search(cfg: DictConfig) -> None:
+    """Without -m Hydra runs one job and asks no sweeper."""
+    if OmegaConf.select(cfg, "hydra.sweeper._target_") == SEARCH:
+        raise ConfigError("titan_search is a sweeper, which nothing asks without -m: one configuration would run as it "
+                          "is typed", key="hydra/sweeper", hint="-m hydra/sweeper=titan_search")
+
+
+def _checked_load_sweep_config(
+    self: ConfigLoaderImpl, master_config: DictConfig, sweep_overrides: list[str]
+) -> DictConfig:
+    global _composing_job
+    job = _job(sweep_overrides)
+    _refused.pop(job, None)
+    _composing_job = True
+    try:
+        return _load_sweep_config(self, master_config, sweep_overrides)
+    except ConfigError as error:
+        _refused[job] = error.problems
+    finally:
+        _composing_job = False
+    # the launcher needs a configuration to get as far as the task function, which then fails in the job's own folder
+    stand_in = copy.deepcopy(master_config)
+    with open_dict(stand_in):
+        stand_in.hydra.overrides.task = list(sweep_overrides)
+        stand_in.hydra.job.override_dirname = ",".join(job)
+    OmegaConf.copy_cache(from_config=master_config, to_config=stand_in)
+    return stand_in
+
+
+class Loader:
+    """What the report asks of Hydra: parsing, options, one composition, the files behind it."""
+
+    def __init__(self, impl: ConfigLoaderImpl, config_name: str | None) -> None:
+        self._impl, self._config_name = impl, config_name
+        self._repository: Any = impl.repository
+
+    def use_search_path(self, overrides: list[str]) -> None:
+        """Follow ``hydra.searchpath`` of the command line and of the primary configuration."""
+        _, self._repository = self._impl._parse_overrides_and_create_caching_repo(self._config_name, overrides)
+
+    def parse(self, override: str) -> Override:
+        """Raises hydra.errors.OverrideParseException."""
+        return OverridesParser.create(config_loader=self._impl).parse_override(override)
+
+    def is_group(self, name: str) -> bool:
+        return self._repository.group_exists(name)
+
+    def has_option(self, group: str, option: str) -> bool:
+        return self._repository.config_exists(f"{group}/{option}")
+
+    def options(self, group: str) -> list[str]:
+        return self._repository.get_group_options(group, ObjectType.CONFIG)
+
+    def wrong_ending(self, group: str, option: str) -> str:
+        """Path of ``option.yml`` in a folder of the search path, "" where there is none."""
+        for source in self._repository.get_sources():
+            file = os.path.join(source.path, group, f"{option}.yml")
+            if source.scheme() == "file" and os.path.isfile(file):
+                return file
+        return ""
+
+    def groups(self) -> list[str]:
+        return self._repository.get_group_options("", ObjectType.GROUP)
+
+    def compose(self, overrides: list[str], *, multirun: bool) -> DictConfig:
+        """One composition with an untyped schema: values of wrong types land in the tree, to be reported together."""
+        mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+        with _untyped_schema():
+            return _load_configuration(self._impl, self._config_name, overrides, mode)
+
+    def files(self, overrides: list[str], *, multirun: bool) -> list[File]:
+        """The user's and our files in the order in which they are merged."""
+        mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+        found = []
+        for item in self._impl.compute_defaults_list(self._config_name, overrides, mode).defaults:
+            path = item.config_path or ""
+            if path == store.SCHEMA_NAME or path == "hydra" or path.startswith("hydra/"):
+                continue
+            result = self._repository.load_config(path)
+            if result is not None:
+                found.append(File(result.path, path, item.package or "", result.config))
+        return found
+
+
+@contextmanager
+def _untyped_schema() -> Iterator[None]:
+    entry = ConfigStore.instance().repo[f"{store.SCHEMA_NAME}.yaml"]
+    typed = entry.node
+    entry.node = OmegaConf.create(OmegaConf.to_container(typed, resolve=False))
+    try:
+        yield
+    finally:
+        entry.node = typed
+
+
+def main_loader(*, config_dir: str | None = None, config_name: str = "config") -> Loader:
+    """A loader like the one of the command line: our configuration, and a user's folder behind it."""
+    store.register()
+    hydra.version.setbase("1.3")  # what hydra.main does first
+    hydra_path = create_config_search_path(f"pkg://{search_path.CONF_PACKAGE}")
+    if config_dir is not None:
+        folder = f"file://{os.path.abspath(config_dir)}"
+        hydra_path.prepend(provider="command-line", path=folder, anchor=SearchPathQuery(provider="schema"))
+    return Loader(ConfigLoaderImpl(hydra_path), config_name)

@@ -1,0 +1,229 @@
+"""The typed configuration: one dataclass per group, every default written once, here and in the files beside this one.
+
+How a key is written: ``config/keys.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from titanyaml.config.keys import MAX_RANKS, MISSING, key
+from titanyaml.config.schema.data import Data, Tokenizer
+from titanyaml.config.schema.hardware import Cluster, Hardware
+from titanyaml.config.schema.model import Model
+from titanyaml.config.schema.parallel import Parallel
+from titanyaml.config.schema.plugins import ActivationCheckpointing, Compile, Pipeline, Quant
+from titanyaml.config.schema.profile import Profile
+
+
+@dataclass
+class Run:
+    """What this run is called and where it writes."""
+
+    name: str = key("${model.name}", "name of the experiment: first folder under outputs/, Aim experiment")
+    id: str = key("${now:%Y%m%d-%H%M%S-%f}", "identity of the run; the same id again resumes it")
+    seed: int = key(0, "seed of initial weights, sample order and every random stream", low=0)
+    dir: str = key("outputs/${run.name}/${run.id}", "folder that receives everything this run writes")
+    deterministic: bool = key(False, "deterministic GPU kernels (slower); resume is then bit-exact on GPU too")
+
+
+@dataclass
+class ParamGroup:
+    """Optimizer settings for the parameters whose name matches."""
+
+    pattern: str = key(MISSING, "regular expression searched in the parameter name; the first match wins")
+    lr_scale: float = key(1.0, "factor on the learning rate", low=0)
+    weight_decay: float | None = key(None, "weight decay of the group; null: as the optimizer's", low=0)
+
+
+@dataclass
+class Optim:
+    """AdamW."""
+
+    name: str = key(
+        "adamw", "format of the moments: adamw float32, adamw_bf16 bfloat16, adamw_8bit 8 bits in blocks",
+        choices=["adamw", "adamw_bf16", "adamw_8bit"],
+    )
+    lr: float = key(3e-4, "peak learning rate", above=0)
+    beta1: float = key(0.9, "decay of the first moment", low=0, below=1)
+    beta2: float = key(0.95, "decay of the second moment", low=0, below=1)
+    eps: float = key(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = key(0.1, "decoupled weight decay; never applied to norms and biases", low=0)
+    implementation: str = key(
+        "auto", "auto: fused on GPU, foreach on CPU", choices=["auto", "fused", "foreach", "loop"],
+        when=("name", ["adamw"]),
+    )
+    master: str = key(
+        "float32", "float32 value of a weight that is stored in bfloat16: float32 beside it, or split between it and a "
+        "16-bit remainder (same value, 2 bytes less)", choices=["float32", "split"],
+    )
+    groups: list[ParamGroup] = key([], "per-name settings, first match wins")
+
+
+@dataclass
+class Schedule:
+    """Learning rate as a pure function of the step."""
+
+    kind: str = key("cosine", "shape after warm-up", choices=["cosine", "linear", "wsd", "constant"])
+    warmup_steps: int = key(0, "steps of linear warm-up; step 1 already has a rate above zero", low=0)
+    min_lr_ratio: float = key(
+        0.1, "last rate over peak rate", low=0, high=1, when=("kind", ["cosine", "linear", "wsd"])
+    )
+    decay_steps: int = key(0, "steps of the final decay", low=0, when=("kind", ["wsd"]))
+
+
+@dataclass
+class Loss:
+    """Cross-entropy over the vocabulary."""
+
+    kind: str = key("cross_entropy", "loss", choices=["cross_entropy"])
+    chunk_tokens: int | None = key(
+        None, "tokens whose logits exist at one time; null: 4096 with fused kernels, else 1024", low=1
+    )
+
+
+@dataclass
+class Kernels:
+    """Operators of our own."""
+
+    name: str = key(
+        "auto", "auto: fused on a GPU with triton, else torch; torch: plain PyTorch; fused: Triton kernels",
+        choices=["auto", "torch", "fused"],
+    )
+
+
+@dataclass
+class Train:
+    """The loop. Batches count sequences."""
+
+    steps: int = key(200, "optimizer steps", low=1)
+    seq_len: int = key("${titan.min:${model.max_seq_len},8192}", "tokens in a sequence", low=1)
+    local_batch: int = key(4, "sequences per data rank and forward", low=1)
+    global_batch: int | None = key(None, "sequences per step; null: no gradient accumulation", low=1)
+    max_norm: float | None = key(1.0, "gradients are clipped to this norm; null: not", above=0)
+    compute_dtype: str = key(
+        "auto", "forward and backward; auto: bfloat16 on GPU, float32 on CPU",
+        choices=["auto", "bfloat16", "float32", "float64"],
+    )
+    param_dtype: str = key("float32", "master parameters and optimizer state", choices=["float32", "float64"])
+    reduce_dtype: str = key("float32", "gradient reduction", choices=["bfloat16", "float32", "float64"])
+    log_every: int = key(1, "steps between records in metrics.jsonl", low=1)
+    gc_every: int = key(50, "steps between manual garbage collections (the automatic one is off)", low=1)
+
+
+@dataclass
+class Validation:
+    """Loss on held-out text."""
+
+    interval: int = key(100, "steps between validations; 0: only at the end", low=0)
+    batches: int = key(8, "global batches per validation; 0: off", low=0)
+
+
+@dataclass
+class Checkpoint:
+    """What is saved, and where a run starts."""
+
+    enabled: bool = key(True, "save at all")
+    interval: int = key(100, "steps between checkpoints; 0: only at the end", low=0, when=("enabled", [True]))
+    keep: int = key(2, "newest checkpoints kept", low=1, when=("enabled", [True]))
+    resume: str = key("auto", "auto: the newest good checkpoint of this run; none: step 0; or a checkpoint's folder")
+    accept_changes: list[str] = key(
+        [], "keys, or groups of keys, in which a resumed run may differ from how it was begun"
+    )
+
+
+@dataclass
+class Tracker:
+    """Where metrics go besides metrics.jsonl."""
+
+    kind: str = key("none", "aim or none", choices=["aim", "none"])
+    repo: str = key("outputs", "folder of the Aim repository (.aim lies in it)", when=("kind", ["aim"]))
+
+
+@dataclass
+class Launch:
+    """How ranks are started."""
+
+    kind: str = key("local", "local: ranks on this machine; external: join the group torchrun started",
+                    choices=["local", "external"])
+    nproc: int | None = key(
+        None, "ranks on this machine; null: the mesh's product, else all local GPUs, else 1", low=1, high=MAX_RANKS,
+        when=("kind", ["local"]),
+    )
+    startup_timeout_s: float = key(1800.0, "limit of a collective before the first step is done (seconds)", above=0)
+    step_timeout_s: float = key(300.0, "limit of a collective after it (seconds)", above=0)
+    shutdown_grace_s: float = key(
+        120.0, "time between asking ranks to stop and killing them (seconds)", above=0, when=("kind", ["local"])
+    )
+
+
+@dataclass
+class Sweep:
+    """Multirun behaviour."""
+
+    on_failure: str = key("continue", "what a failed job does to the rest", choices=["continue", "stop"])
+
+
+@dataclass
+class Runner:
+    """What is done with the configuration."""
+
+    name: str = key(
+        MISSING, "check, plan, train, bench, eval or sample",
+        choices=["check", "plan", "train", "bench", "eval", "sample"],
+    )
+    _target_: str = key(MISSING, "function that does it")
+    checkpoint: str | None = key(
+        None, "run folder or checkpoint folder that is read", when=("name", ["eval", "sample"])
+    )
+    prompt: str = key("def ", "text to continue", when=("name", ["sample"]))
+    max_new_tokens: int = key(128, "tokens to write", low=1, when=("name", ["sample"]))
+    temperature: float = key(0.8, "0: the most likely token", low=0, when=("name", ["sample"]))
+    top_k: int | None = key(50, "draw among this many; null: all", low=1, when=("name", ["sample"]))
+    skipped_steps: int = key(5, "steps before the first measured one: warm-up, compilation", low=1,
+                            when=("name", ["bench"]))
+    measured_steps: int = key(10, "steps whose median counts", low=2, when=("name", ["bench"]))
+    profiled_steps: int = key(2, "steps after these under the profiler, for the kernel breakdown; 0: none", low=0,
+                              when=("name", ["bench"]))
+    entity: str = key("local", "who measures: last part of the report's file name", when=("name", ["bench"]))
+    interconnect: str | None = key(None, "what links the devices, as the report shall say it", when=("name", ["bench"]))
+    notes: str | None = key(None, "what else helps to reproduce the figures, for the report", when=("name", ["bench"]))
+    token_budget: float | None = key(
+        None, "tokens of the whole training, for days, device-hours and cost; null: those of train.steps", above=0,
+        when=("name", ["plan"]),
+    )
+    trace: bool = key(
+        False, "run the pipeline on fake tensors and compare its products and collectives with the plan's",
+        when=("name", ["plan"]),
+    )
+
+
+@dataclass
+class Config:
+    """The whole tree. Closed: an unknown key anywhere is an error; ``user`` is free."""
+
+    run: Run = key(Run, "identity and folder of the run")
+    runner: Runner = key(Runner, "what is done")
+    model: Model = key(Model, "the decoder")
+    parallel: Parallel = key(Parallel, "the device mesh")
+    quant: Quant = key(Quant, "float8 training")
+    ac: ActivationCheckpointing = key(ActivationCheckpointing, "activation checkpointing")
+    compile: Compile = key(Compile, "compilation")
+    data: Data = key(Data, "text")
+    tokenizer: Tokenizer = key(Tokenizer, "text to ids")
+    optim: Optim = key(Optim, "optimizer")
+    schedule: Schedule = key(Schedule, "learning rate over steps")
+    loss: Loss = key(Loss, "loss")
+    kernels: Kernels = key(Kernels, "operators of our own")
+    train: Train = key(Train, "the loop")
+    validation: Validation = key(Validation, "held-out loss")
+    checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
+    tracker: Tracker = key(Tracker, "experiment tracking")
+    profile: Profile = key(Profile, "traces and memory snapshots")
+    hardware: Hardware = key(Hardware, "the device")
+    cluster: Cluster = key(Cluster, "links between devices")
+    launch: Launch = key(Launch, "starting ranks")
+    sweep: Sweep = key(Sweep, "multirun")
+    pipeline: Pipeline = key(Pipeline, "model transforms")
+    user: dict[str, Any] = key({}, "free section for your own files")

@@ -1,0 +1,114 @@
+"""Who this rank is, and the life of its process group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titanyaml.distributed import compat
+from titanyaml.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Env:
+    """One rank's place.
+
+    Args:
+        rank: global rank. world_size: ranks in the group. local_rank: rank on this machine.
+        device: where this rank computes.
+        backend: collectives; on a GPU host tensors go through gloo, so that small talk needs no GPU stream.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        """The one rank that writes files and talks to the user."""
+        return self.rank == 0
+
+    @classmethod
+    def from_environ(cls, device: str | None = None, *, environ: Mapping[str, str] = os.environ) -> Env:
+        """Read RANK, WORLD_SIZE and LOCAL_RANK as torchrun and our launcher set them; all absent: one rank alone.
+
+        Args:
+            device: ``"cpu"`` or ``"cuda"``; None: the GPU where torch sees one.
+
+        Raises:
+            LaunchError: an incomplete or senseless environment, or more ranks here than GPUs.
+        """
+        rank, world_size, local_rank = _places(environ)
+        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if kind == "cpu":
+            return cls(rank, world_size, local_rank, torch.device("cpu"), "gloo")
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise LaunchError(
+                f"rank {rank} is number {local_rank} (from 0) on this machine, where torch sees {gpus} GPUs",
+                key="launch.nproc", hint=f"launch.nproc={gpus}" if gpus else "a torch build and driver that see GPUs",
+            )
+        return cls(rank, world_size, local_rank, torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl")
+
+
+def _places(environ: Mapping[str, str]) -> tuple[int, int, int]:
+    """(rank, world size, local rank) from the environment."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    given = {name: environ[name] for name in names if name in environ}
+    if not given:
+        return 0, 1, 0
+    shown = ", ".join(f"{name}={environ.get(name, 'unset')}" for name in names)
+    hint = "start with python -m titanyaml, or with torchrun, which sets all three"
+    if len(given) < len(names) or not all(value.isdecimal() for value in given.values()):
+        raise LaunchError(f"the environment names a rank only in part: {shown}", hint=hint)
+    rank, world_size, local_rank = (int(given[name]) for name in names)
+    if not (rank < world_size and local_rank <= rank):
+        raise LaunchError(f"the environment makes no sense: {shown}", hint=hint)
+    return rank, world_size, local_rank
+
+
+def start(env: Env, *, timeout_s: float) -> None:
+    """Take the device and, where there is more than one rank, join the process group.
+
+    Args:
+        timeout_s: limit of joining and of each collective until ``set_timeout`` (seconds). Long enough for the
+            slowest rank to compile and to read its data.
+    """
+    if env.device.type == "cuda":
+        torch.cuda.set_device(env.device)
+    if env.world_size > 1:
+        dist.init_process_group(
+            env.backend, rank=env.rank, world_size=env.world_size, timeout=timedelta(seconds=timeout_s),
+            device_id=env.device if env.device.type == "cuda" else None,
+        )
+
+
+def set_timeout(seconds: float) -> None:
+    """Limit every collective of every existing group from now on; does nothing where one rank runs alone.
+
+    All ranks meet first: a rank still busy starting up must not fall under the short limit.
+    """
+    if not dist.is_initialized():
+        return
+    dist.barrier()
+    for group in compat.process_groups():
+        compat.set_group_timeout(group, seconds)
+
+
+def stop(env: Env) -> None:
+    """Leave the process group, all ranks together.
+
+    Without the barrier a rank that tears down early makes another one abort (``terminate called without an active
+    exception``, seen in 2 of 8 runs). Only for a run that ended the same way on every rank: after an error on one of
+    them the barrier would wait for it, so a failing rank leaves by ``os._exit``.
+    """
+    if env.world_size > 1 and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

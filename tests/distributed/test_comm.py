@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import torch
+
+from tests.ranks import run_ranks
+from titanyaml.distributed import comm
+from titanyaml.distributed.env import Env
+
+ALONE = Env(0, 1, 0, torch.device("cpu"), "gloo")
+
+
+def talk(rank: int) -> dict:
+    env = Env.from_environ("cpu")
+    return {
+        "broadcast": comm.broadcast_object({"from": rank, "nested": [1, None]}, env),
+        "gather": comm.gather_objects(("rank", rank), env),
+        "none": comm.agree_any(False, env),
+        "one": comm.agree_any(rank == 1, env),
+        "sums": comm.sum_scalars([2.0**53 if rank else 1.0, 0.1, rank], env),
+    }
+
+
+def test_two_ranks_agree() -> None:
+    zero, one = run_ranks(talk, 2)
+    assert zero == one
+    assert zero["broadcast"] == {"from": 0, "nested": [1, None]}
+    assert zero["gather"] == [("rank", 0), ("rank", 1)]
+    assert (zero["none"], zero["one"]) == (False, True)
+    assert zero["sums"] == [2.0**53 + 1.0, 0.1 + 0.1, 1.0]
+
+
+def test_one_rank_alone_talks_to_itself() -> None:
+    assert comm.broadcast_object("x", ALONE) == "x"
+    assert comm.gather_objects("x", ALONE) == ["x"]
+    assert comm.agree_any(True, ALONE) is True
+    assert comm.agree_any(False, ALONE) is False
+    assert comm.sum_scalars([1, True, 0.5], ALONE) == [1.0, 1.0, 0.5]
