@@ -25,8 +25,11 @@ from titanyaml.distributed.env import Env, start, stop
 from titanyaml.distributed.tensor import TensorGroup, gather_sequence
 
 #: (sequences, tokens of each, dim, width of queries, of keys, of the feed-forward): of the whole model.
-BLOCKS = {"3B": (2, 4096, 3072, 3072, 1024, 8192), "8B": (1, 8192, 4096, 4096, 1024, 14336),
-          "70B": (2, 8192, 8192, 8192, 1024, 28672)}
+BLOCKS = {
+    "3B": (2, 4096, 3072, 3072, 1024, 8192),
+    "8B": (1, 8192, 4096, 4096, 1024, 14336),
+    "70B": (2, 8192, 8192, 8192, 1024, 28672),
+}
 DEBUG = {"debug": (2, 32, 64, 64, 32, 96)}
 
 
@@ -51,12 +54,20 @@ def main() -> None:
 def _block(sizes: tuple[int, ...], group: TensorGroup, env: Env, clock: async_tp_times.Clock) -> list[dict[str, Any]]:
     batch, length, dim, query, key, ffn = sizes
     columns = [(query // group.size, key // group.size, key // group.size), (ffn // group.size,) * 2]
-    places = [place for float8 in (False, True) for place in async_tp_times.block_places(
-        batch * length, dim, columns, [query // group.size, ffn // group.size], float8=float8)]
-    times = async_tp_times.measure(places, group, batch=batch, dtype=torch.bfloat16, device=env.device, cache=None,
-                                   clock=clock)
-    rows = [{"place": str(place), "apart_ms": one.apart, "fused_ms": one.fused, "fuse": one.wins}
-            for place, one in times.items()]
+    places = [
+        place
+        for float8 in (False, True)
+        for place in async_tp_times.block_places(
+            batch * length, dim, columns, [query // group.size, ffn // group.size], float8=float8
+        )
+    ]
+    times = async_tp_times.measure(
+        places, group, batch=batch, dtype=torch.bfloat16, device=env.device, cache=None, clock=clock
+    )
+    rows = [
+        {"place": str(place), "apart_ms": one.apart, "fused_ms": one.fused, "fuse": one.wins}
+        for place, one in times.items()
+    ]
     if env.device.type == "cuda":
         for place, row in zip(times, rows, strict=True):
             if place.kind == "all_gather":
@@ -75,8 +86,10 @@ def _float8(place: Place, group: TensorGroup, batch: int, env: Env) -> tuple[Cal
     def products(whole_BSK: torch.Tensor) -> list[torch.Tensor]:
         return [compat.scaled_mm(whole_BSK.flatten(0, 1), weight, one, one) for weight in weights]
 
-    return (lambda: products(gather_sequence(x_BSK, group).to(narrow)),
-            lambda: products(gather_sequence(x_BSK.to(narrow).view(torch.uint8), group).view(narrow)))
+    return (
+        lambda: products(gather_sequence(x_BSK, group).to(narrow)),
+        lambda: products(gather_sequence(x_BSK.to(narrow).view(torch.uint8), group).view(narrow)),
+    )
 
 
 def _host(call: Callable[[], Any]) -> float:

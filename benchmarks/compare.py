@@ -40,8 +40,11 @@ _SELECTIVE = ["--activation_checkpoint.mode=selective", "--activation_checkpoint
 
 
 def _float8(recipe: str) -> list[str]:
-    return ["--model.converters=quantize.linear.float8", f"--quantize.linear.float8.recipe_name={recipe}",
-            "--quantize.linear.float8.filter_fqns=output"]
+    return [
+        "--model.converters=quantize.linear.float8",
+        f"--quantize.linear.float8.recipe_name={recipe}",
+        "--quantize.linear.float8.filter_fqns=output",
+    ]
 
 
 @dataclass(frozen=True)
@@ -58,26 +61,50 @@ _KEPT = [*_OWN, "quant.force_recompute_weight=false"]
 #: The same work on both sides, each with the least recomputation that fits its memory.
 ROWS = {
     "3b-bf16": Row([*_3B, "ac=none"], [*_3B_PEER, *_KEEP]),
-    "3b-bf16-69gib": Row([*_3B, "ac=memory_budget", "ac.budget=0.8", "optim.master=split", "loss.chunk_tokens=1536"],
-                         [*_3B_PEER, *_SELECTIVE]),
-    "3b-float8-rowwise": Row([*_3B, "ac=none", "quant=float8_rowwise", *_KEPT],
-                             [*_3B_PEER, *_KEEP, *_float8("rowwise")]),
-    "3b-float8-tensorwise": Row([*_3B, "ac=none", "quant=float8_tensorwise", *_KEPT],
-                                [*_3B_PEER, *_KEEP, *_float8("tensorwise")]),
+    "3b-bf16-69gib": Row(
+        [*_3B, "ac=memory_budget", "ac.budget=0.8", "optim.master=split", "loss.chunk_tokens=1536"],
+        [*_3B_PEER, *_SELECTIVE],
+    ),
+    "3b-float8-rowwise": Row(
+        [*_3B, "ac=none", "quant=float8_rowwise", *_KEPT], [*_3B_PEER, *_KEEP, *_float8("rowwise")]
+    ),
+    "3b-float8-tensorwise": Row(
+        [*_3B, "ac=none", "quant=float8_tensorwise", *_KEPT], [*_3B_PEER, *_KEEP, *_float8("tensorwise")]
+    ),
     "8b-bf16": Row([*_8B, "ac=memory_budget", "ac.budget=0.8", "optim.master=split"], [*_8B_PEER, *_SELECTIVE]),
-    "8b-float8-rowwise": Row([*_8B, "ac=none", "quant=float8_rowwise", *_OWN],
-                             [*_8B_PEER, *_SELECTIVE, *_float8("rowwise")]),
-    "8b-float8-tensorwise": Row([*_8B, "ac=none", "quant=float8_tensorwise", *_OWN],
-                                [*_8B_PEER, *_SELECTIVE, *_float8("tensorwise")]),
-    "debug": Row(["model=llama3_debug", "model.dim=32", "model.ffn_dim=64", "model.vocab_size=258", "tokenizer=bytes",
-                  "train.seq_len=64", "compile=none"], ["--model.flavor=debugmodel"]),
+    "8b-float8-rowwise": Row(
+        [*_8B, "ac=none", "quant=float8_rowwise", *_OWN], [*_8B_PEER, *_SELECTIVE, *_float8("rowwise")]
+    ),
+    "8b-float8-tensorwise": Row(
+        [*_8B, "ac=none", "quant=float8_tensorwise", *_OWN], [*_8B_PEER, *_SELECTIVE, *_float8("tensorwise")]
+    ),
+    "debug": Row(
+        [
+            "model=llama3_debug",
+            "model.dim=32",
+            "model.ffn_dim=64",
+            "model.vocab_size=258",
+            "tokenizer=bytes",
+            "train.seq_len=64",
+            "compile=none",
+        ],
+        ["--model.flavor=debugmodel"],
+    ),
 }
 #: On every row of ours. Compilation is the default on a GPU.
-COMMON = ["runner=bench", "parallel=single", f"runner.skipped_steps={SKIPPED_STEPS}",
-          f"runner.measured_steps={MEASURED_STEPS}"]
+COMMON = [
+    "runner=bench",
+    "parallel=single",
+    f"runner.skipped_steps={SKIPPED_STEPS}",
+    f"runner.measured_steps={MEASURED_STEPS}",
+]
 COMMON_PEER = [
-    "--model.name=llama3", "--compile.enable", "--metrics.log_freq=1", "--metrics.disable_color_printing",
-    "--training.dataset=c4_test", "--experimental.custom_import=torchtitan_sizes",
+    "--model.name=llama3",
+    "--compile.enable",
+    "--metrics.log_freq=1",
+    "--metrics.disable_color_printing",
+    "--training.dataset=c4_test",
+    "--experimental.custom_import=torchtitan_sizes",
 ]
 
 
@@ -85,8 +112,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the rows; 1 where a side failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = [name for name in ROWS if name != "debug"]
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=default,
-                        help=f"names, joined by commas: {', '.join(ROWS)} (default: all but debug)")
+    parser.add_argument(
+        "--rows",
+        type=lambda text: text.split(","),
+        default=default,
+        help=f"names, joined by commas: {', '.join(ROWS)} (default: all but debug)",
+    )
     parser.add_argument("--torchtitan", type=Path, help="checkout of torchtitan 0.2.2; without it ours runs alone")
     parser.add_argument("--out", type=Path, required=True, help="path of the results without a suffix")
     parser.add_argument("--add", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of ours, on every row")
@@ -112,8 +143,13 @@ def compare(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_ours(
-    row: Row, more: list[str], *, common: list[str] | None = None, limit_s: float | None = None,
-    program: tuple[str, ...] = ("-m", "titanyaml"), variables: dict[str, str] | None = None,
+    row: Row,
+    more: list[str],
+    *,
+    common: list[str] | None = None,
+    limit_s: float | None = None,
+    program: tuple[str, ...] = ("-m", "titanyaml"),
+    variables: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """What bench.json says, the first losses, and what each plugin said before and after the first step.
 
@@ -128,15 +164,27 @@ def run_ours(
         made = Path(folder, "run")
         if done.returncode or not (made / "bench.json").is_file():
             return failed(command, done)
-        plugins = {record["node"]: [record["summary"], record.get("verified", {}).get("summary")]
-                   for record in json.loads((made / "pipeline.json").read_text()) if "summary" in record}
+        plugins = {
+            record["node"]: [record["summary"], record.get("verified", {}).get("summary")]
+            for record in json.loads((made / "pipeline.json").read_text())
+            if "summary" in record
+        }
         losses = [json.loads(line)["loss"] for line in (made / "metrics.jsonl").read_text().splitlines()[:10]]
-        return {"command": command[1:-1], "first_losses": losses, "plugins": plugins,
-                **json.loads((made / "bench.json").read_text())}
+        return {
+            "command": command[1:-1],
+            "first_losses": losses,
+            "plugins": plugins,
+            **json.loads((made / "bench.json").read_text()),
+        }
 
 
 def run_peer(
-    row: Row, checkout: Path, *, ranks: int = 1, skipped: int = SKIPPED_STEPS, measured: int = MEASURED_STEPS,
+    row: Row,
+    checkout: Path,
+    *,
+    ranks: int = 1,
+    skipped: int = SKIPPED_STEPS,
+    measured: int = MEASURED_STEPS,
     limit_s: float | None = None,
 ) -> dict[str, Any]:
     """The figures of torchtitan's log: median of the measured steps, largest memory.
@@ -149,12 +197,25 @@ def run_peer(
     program = ["-m", "torchtitan.train", *COMMON_PEER, *row.peer, f"--training.steps={skipped + measured}"]
     with free_port() as port:  # two comparisons may run at a time, on a GPU each
         if ranks == 1:
-            place |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                      "MASTER_PORT": str(port)}
+            place |= {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
         else:
-            program = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}",
-                       "--local-addr=127.0.0.1", "--master-addr=127.0.0.1", f"--master-port={port}",
-                       "--local-ranks-filter=0", *program]
+            program = [
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=1",
+                f"--nproc-per-node={ranks}",
+                "--local-addr=127.0.0.1",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+                "--local-ranks-filter=0",
+                *program,
+            ]
         command = [sys.executable, *program]
         done = run(command, cwd=checkout, extra=place, limit_s=limit_s)
     steps = STEP.findall(done.stdout + done.stderr)
@@ -163,9 +224,14 @@ def run_peer(
         return failed(command, done)
     tps = statistics.median(rates)
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True)
-    return {"command": command[1:], "commit": git.stdout.strip() or None, "tps": tps,
-            "tps_spread": (max(rates) - min(rates)) / tps, "loss": float(steps[-1][1]),
-            "mem_reserved_gib": max(float(memory) for _, _, memory, _ in steps)}
+    return {
+        "command": command[1:],
+        "commit": git.stdout.strip() or None,
+        "tps": tps,
+        "tps_spread": (max(rates) - min(rates)) / tps,
+        "loss": float(steps[-1][1]),
+        "mem_reserved_gib": max(float(memory) for _, _, memory, _ in steps),
+    }
 
 
 def run(
@@ -174,8 +240,15 @@ def run(
     """Run to the end or the limit, then kill it with all that it started."""
     print(" ".join(command[1:]), file=sys.stderr, flush=True)
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, **extra}
-    process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -192,21 +265,43 @@ def failed(command: list[str], done: subprocess.CompletedProcess) -> dict[str, A
 
 def write(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     """Both files, after every row: a call that is interrupted keeps what it has."""
-    content = {"environment": machine.describe(), "skipped_steps": SKIPPED_STEPS, "measured_steps": MEASURED_STEPS,
-               "rows": results}
+    content = {
+        "environment": machine.describe(),
+        "skipped_steps": SKIPPED_STEPS,
+        "measured_steps": MEASURED_STEPS,
+        "rows": results,
+    }
     Path(f"{options.out}.json").write_text(json.dumps(content, indent=1) + "\n")
     rows = []
     for name, row in results.items():
         ours, peer = row["ours"], row.get("torchtitan", {})
-        rows.append([name, rate(ours), rate(peer), show(row["ratio"], ".3f"), show(ours.get("mfu"), ".1%"),
-                     show(ours.get("fraction_of_floor"), ".1%"), show(ours.get("mem_reserved_gib"), ".1f"),
-                     show(peer.get("mem_reserved_gib"), ".1f")])
-    head = ["row", "ours, tokens/s", "torchtitan, tokens/s", "ratio", "our MFU", "our share of the floor", "our GiB",
-            "torchtitan's GiB"]
+        rows.append(
+            [
+                name,
+                rate(ours),
+                rate(peer),
+                show(row["ratio"], ".3f"),
+                show(ours.get("mfu"), ".1%"),
+                show(ours.get("fraction_of_floor"), ".1%"),
+                show(ours.get("mem_reserved_gib"), ".1f"),
+                show(peer.get("mem_reserved_gib"), ".1f"),
+            ]
+        )
+    head = [
+        "row",
+        "ours, tokens/s",
+        "torchtitan, tokens/s",
+        "ratio",
+        "our MFU",
+        "our share of the floor",
+        "our GiB",
+        "torchtitan's GiB",
+    ]
     devices = ", ".join(machine.gpus()) or machine.processor()
     Path(f"{options.out}.md").write_text(
         f"Median of {MEASURED_STEPS} steps after {SKIPPED_STEPS}, one device ({devices}); memory = peak reserved.\n\n"
-        f"{table(head, rows)}\n")
+        f"{table(head, rows)}\n"
+    )
 
 
 def rate(side: dict[str, Any]) -> str:

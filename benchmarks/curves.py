@@ -32,12 +32,29 @@ from titanyaml.runner.bench_report import table
 #: Steps of one mean, and the first step of the first mean that is judged: before it the loss falls too steeply.
 WINDOW, JUDGED_FROM = 50, 101
 MODEL = [
-    "model=llama3_debug", "model.dim=768", "model.num_layers=12", "model.num_heads=12", "model.num_kv_heads=4",
-    "model.ffn_dim=2560", "model.vocab_size=8192", "model.max_seq_len=1024", "tokenizer=sentencepiece",
-    "tokenizer.vocab_size=8192", "data=files", "train.seq_len=1024", "train.local_batch=8",
+    "model=llama3_debug",
+    "model.dim=768",
+    "model.num_layers=12",
+    "model.num_heads=12",
+    "model.num_kv_heads=4",
+    "model.ffn_dim=2560",
+    "model.vocab_size=8192",
+    "model.max_seq_len=1024",
+    "tokenizer=sentencepiece",
+    "tokenizer.vocab_size=8192",
+    "data=files",
+    "train.seq_len=1024",
+    "train.local_batch=8",
 ]
-LOOP = ["optim.lr=6e-4", "validation.interval=0", "validation.batches=24",
-        "checkpoint=none", "tracker=none", "parallel=single", "train.log_every=1"]
+LOOP = [
+    "optim.lr=6e-4",
+    "validation.interval=0",
+    "validation.batches=24",
+    "checkpoint=none",
+    "tracker=none",
+    "parallel=single",
+    "train.log_every=1",
+]
 
 
 @dataclass(frozen=True)
@@ -63,8 +80,13 @@ ROWS = {
     "kernels": _bf16("kernels=fused"),
     "split-master": _bf16("kernels=fused", "optim.master=split"),
     "tensorwise": _rounded("kernels=fused", "quant=float8_tensorwise"),
-    "tensorwise-own": _rounded("kernels=fused", "quant=float8_tensorwise", "quant.product=own",
-                               "quant.fast_accum=false", "quant.grad_dtype=e4m3"),
+    "tensorwise-own": _rounded(
+        "kernels=fused",
+        "quant=float8_tensorwise",
+        "quant.product=own",
+        "quant.fast_accum=false",
+        "quant.grad_dtype=e4m3",
+    ),
     "tensorwise-own-fast": _rounded("kernels=fused", "quant=float8_tensorwise", *_OWN, "quant.grad_dtype=e4m3"),
     "tensorwise-own-fast-e5m2": _rounded("kernels=fused", "quant=float8_tensorwise", *_OWN, "quant.grad_dtype=e5m2"),
     "rowwise": _rounded("kernels=fused", "quant=float8_rowwise"),
@@ -83,10 +105,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the rows."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, required=True, help="text, .jsonl or .parquet file that is trained on")
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS),
-                        help=f"names, joined by commas: {', '.join(ROWS)} (default: all)")
-    parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0],
-                        help="seeds of weights and sample order, joined by commas (default: 0)")
+    parser.add_argument(
+        "--rows",
+        type=lambda text: text.split(","),
+        default=list(ROWS),
+        help=f"names, joined by commas: {', '.join(ROWS)} (default: all)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=lambda text: [int(one) for one in text.split(",")],
+        default=[0],
+        help="seeds of weights and sample order, joined by commas (default: 0)",
+    )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=1, help="runs at one time on each device")
     parser.add_argument("--budget-s", type=float, default=math.inf, help="start no run after so many seconds")
@@ -99,8 +129,12 @@ def main(arguments: list[str] | None = None) -> int:
     path = Path(f"{options.out}.json")
     results = json.loads(path.read_text())["rows"] if path.exists() else {}
     names = [REFERENCE, *(name for name in options.rows if name != REFERENCE)]
-    wanted = [(name, seed) for seed in options.seeds for name in names
-              if "losses" not in results.get(name, {}).get("seeds", {}).get(str(seed), {})]
+    wanted = [
+        (name, seed)
+        for seed in options.seeds
+        for name in names
+        if "losses" not in results.get(name, {}).get("seeds", {}).get(str(seed), {})
+    ]
     _run_all(wanted, results, options)
     return int(not judge(results, options))
 
@@ -138,14 +172,32 @@ def run(name: str, seed: int, device: int, options: argparse.Namespace) -> dict[
     """Losses of every step, and the validation loss at the end (nats a token)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     place = {"CUDA_VISIBLE_DEVICES": visible.split(",")[device] if visible else str(device)} if machine.gpus() else {}
-    return _run([f"train.steps={options.steps}", f"schedule.warmup_steps={options.steps // 10}", f"run.seed={seed}",
-                 *ROWS[name].options, *options.add], place, options, steps=options.steps)
+    return _run(
+        [
+            f"train.steps={options.steps}",
+            f"schedule.warmup_steps={options.steps // 10}",
+            f"run.seed={seed}",
+            *ROWS[name].options,
+            *options.add,
+        ],
+        place,
+        options,
+        steps=options.steps,
+    )
 
 
 def _run(overrides: list[str], place: dict[str, str], options: argparse.Namespace, *, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "titanyaml", *MODEL, *LOOP, f"data.paths=[{options.text}]", *overrides,
-                   f"run.dir={folder}/run"]
+        command = [
+            sys.executable,
+            "-m",
+            "titanyaml",
+            *MODEL,
+            *LOOP,
+            f"data.paths=[{options.text}]",
+            *overrides,
+            f"run.dir={folder}/run",
+        ]
         done = compare.run(command, cwd=Path.cwd(), extra=place)
         path = Path(folder, "run", "metrics.jsonl")
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
@@ -173,8 +225,11 @@ def judge(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> bo
         row = ROWS[name]
         failed = [seed for seed, one in result["seeds"].items() if "error" in one]
         good &= not failed
-        shared = sorted(seed for seed in result["seeds"] if {"losses"} <= result["seeds"][seed].keys()
-                        & reference.get(seed, {}).keys())
+        shared = sorted(
+            seed
+            for seed in result["seeds"]
+            if {"losses"} <= result["seeds"][seed].keys() & reference.get(seed, {}).keys()
+        )
         if not shared:
             lines.append([name, "failed" if failed else "-", *["-"] * 6])
             continue
@@ -182,23 +237,39 @@ def judge(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> bo
         curves = list(zip(_mean_curve(ours), _mean_curve(theirs), strict=True))
         validations = [a["validation"] / b["validation"] - 1 for a, b in zip(ours, theirs, strict=True)]
         far = [abs(a / b - 1) for a, b in curves]
-        result |= {"compared": len(shared), "curve_distance": max(far, default=math.nan),
-                   "validation_distance": statistics.fmean(validations),
-                   "validation_scatter": statistics.stdev(validations) if len(shared) > 1 else None}
+        result |= {
+            "compared": len(shared),
+            "curve_distance": max(far, default=math.nan),
+            "validation_distance": statistics.fmean(validations),
+            "validation_scatter": statistics.stdev(validations) if len(shared) > 1 else None,
+        }
         inside = result["curve_distance"] <= row.curve and abs(result["validation_distance"]) <= row.validation
         good &= inside
-        lines.append([
-            name, str(len(shared)), f"{curves[-1][0]:.4f}" if curves else "-",
-            f"{result['curve_distance']:.2%} of {row.curve:.1%}" + (
-                f" ({JUDGED_FROM + WINDOW * far.index(max(far))})" if far else ""),
-            f"{statistics.fmean(one['validation'] for one in ours):.4f}",
-            f"{result['validation_distance']:+.2%} of {row.validation:.1%}",
-            f"{result['validation_scatter']:.2%}" if len(shared) > 1 else "-",
-            "yes" if inside and not failed else "NO"])
+        lines.append(
+            [
+                name,
+                str(len(shared)),
+                f"{curves[-1][0]:.4f}" if curves else "-",
+                f"{result['curve_distance']:.2%} of {row.curve:.1%}"
+                + (f" ({JUDGED_FROM + WINDOW * far.index(max(far))})" if far else ""),
+                f"{statistics.fmean(one['validation'] for one in ours):.4f}",
+                f"{result['validation_distance']:+.2%} of {row.validation:.1%}",
+                f"{result['validation_scatter']:.2%}" if len(shared) > 1 else "-",
+                "yes" if inside and not failed else "NO",
+            ]
+        )
     content = {"environment": machine.describe(), "model": MODEL, "loop": LOOP, "steps": options.steps, "rows": results}
     Path(f"{options.out}.json").write_text(json.dumps(content) + "\n")
-    head = ["row", "seeds", f"loss, last {WINDOW} steps", "furthest mean (its first step)", "validation",
-            "validation, distance", "of one seed, deviation", "inside"]
+    head = [
+        "row",
+        "seeds",
+        f"loss, last {WINDOW} steps",
+        "furthest mean (its first step)",
+        "validation",
+        "validation, distance",
+        "of one seed, deviation",
+        "inside",
+    ]
     Path(f"{options.out}.md").write_text(table(head, lines) + "\n")
     return good
 

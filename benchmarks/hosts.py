@@ -82,8 +82,7 @@ def _earlier(options: argparse.Namespace) -> dict[str, Any]:
     path = Path(f"{options.out}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = json.loads(path.read_text())["rows"] if path.exists() else {}
-    return {"environment": machine.describe(), "topology": topology(), "steps": list(_steps(options)),
-            "rows": rows}
+    return {"environment": machine.describe(), "topology": topology(), "steps": list(_steps(options)), "rows": rows}
 
 
 def _steps(options: argparse.Namespace) -> tuple[int, int]:
@@ -119,8 +118,9 @@ def _check(name: str, options: argparse.Namespace, folder: Path, limit_s: float)
         return hosts_checks.kill(folder, limit_s=limit_s, more=more)
     if name.startswith("parity-"):
         only = ["fsdp2", "cp2-allgather"] if options.debug else None
-        return hosts_checks.parity(options.ranks, folder, dtype=name.removeprefix("parity-"), limit_s=limit_s,
-                                   only=only, more=more)
+        return hosts_checks.parity(
+            options.ranks, folder, dtype=name.removeprefix("parity-"), limit_s=limit_s, only=only, more=more
+        )
     return _operators(options, folder, limit_s)
 
 
@@ -130,12 +130,25 @@ def _operators(options: argparse.Namespace, folder: Path, limit_s: float) -> dic
     for ranks in sorted({2, options.ranks}):
         out = folder / f"{ranks}.json"
         with free_port() as port:
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}",
-                       "--local-addr=127.0.0.1", "--master-addr=127.0.0.1", f"--master-port={port}",
-                       str(compare.HERE / "async_tp_ops.py"), str(out), *["--debug"] * options.debug]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=1",
+                f"--nproc-per-node={ranks}",
+                "--local-addr=127.0.0.1",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+                str(compare.HERE / "async_tp_ops.py"),
+                str(out),
+                *["--debug"] * options.debug,
+            ]
             done = compare.run(command, cwd=compare.HERE.parent, extra={}, limit_s=limit_s)
-        found |= {f"tp{ranks}": json.loads(out.read_text())} if not done.returncode and out.exists() else {
-            f"tp{ranks}": compare.failed(command, done), "ok": False}
+        found |= (
+            {f"tp{ranks}": json.loads(out.read_text())}
+            if not done.returncode and out.exists()
+            else {f"tp{ranks}": compare.failed(command, done), "ok": False}
+        )
     return found
 
 
@@ -149,18 +162,30 @@ def _speed(work: Work, options: argparse.Namespace, limit_s: float, left: Callab
         return {"left_out": "its ranks wait for each other"}
     program = (str(compare.HERE / "one_rank.py"), str(work.ranks)) if options.one_rank else ("-m", "titanyaml")
     skipped, measured = _steps(options) if options.debug else work.steps
-    common = ["runner=bench", *hosts_rows.MODEL, f"runner.skipped_steps={skipped}", f"runner.measured_steps={measured}",
-              f"runner.profiled_steps={0 if options.debug else hosts_rows.PROFILED}"]
+    common = [
+        "runner=bench",
+        *hosts_rows.MODEL,
+        f"runner.skipped_steps={skipped}",
+        f"runner.measured_steps={measured}",
+        f"runner.profiled_steps={0 if options.debug else hosts_rows.PROFILED}",
+    ]
     more = [*options.add, *(_small(work) if options.debug else [])]
     if options.one_rank and "tp" in "".join(work.ours):
         # ids of which rank 0 has the embeddings: of others it would get zeros, whose norm's gradient has no bound
         more += ["data=stdlib", "data.max_files=100"]
     row = compare.Row(work.ours, work.peer)
-    found: dict[str, Any] = {"ours": compare.run_ours(row, more, common=common, limit_s=limit_s, program=program,
-                                                      variables=work.variables)}
+    found: dict[str, Any] = {
+        "ours": compare.run_ours(row, more, common=common, limit_s=limit_s, program=program, variables=work.variables)
+    }
     if options.torchtitan is not None and not options.one_rank and work.peer is not None and left() > work.expected_s:
-        found["torchtitan"] = compare.run_peer(row, options.torchtitan.resolve(), ranks=work.ranks, skipped=skipped,
-                                               measured=measured, limit_s=min(limit_s, left()))
+        found["torchtitan"] = compare.run_peer(
+            row,
+            options.torchtitan.resolve(),
+            ranks=work.ranks,
+            skipped=skipped,
+            measured=measured,
+            limit_s=min(limit_s, left()),
+        )
     rates = [side.get("tps") for side in found.values()]
     found["ratio"] = rates[0] / rates[1] if len(rates) == 2 and all(rates) else None
     return found
@@ -195,16 +220,35 @@ def write(results: dict[str, Any], options: argparse.Namespace) -> None:
             continue
         ours, peer = row["ours"], row.get("torchtitan", {})
         kernels = (ours.get("kernels") or {}).get("ms", {})
-        figures = (row["ratio"], ".3f"), (ours.get("mem_reserved_gib"), ".1f"), *(
-            (kernels.get(kind), ".1f") for kind in ("exposed_communication", "idle"))
-        speeds.append([name, compare.rate(ours), compare.rate(peer), *(compare.show(*one) for one in figures),
-                       (ours.get("plugins", {}).get("async_tp") or ["", ""])[1] or ""])
-    head = ["row", "ours, tokens/s per GPU", "torchtitan", "ratio", "GiB", "exposed communication, ms", "idle, ms",
-            "async TP"]
+        figures = (
+            (row["ratio"], ".3f"),
+            (ours.get("mem_reserved_gib"), ".1f"),
+            *((kernels.get(kind), ".1f") for kind in ("exposed_communication", "idle")),
+        )
+        speeds.append(
+            [
+                name,
+                compare.rate(ours),
+                compare.rate(peer),
+                *(compare.show(*one) for one in figures),
+                (ours.get("plugins", {}).get("async_tp") or ["", ""])[1] or "",
+            ]
+        )
+    head = [
+        "row",
+        "ours, tokens/s per GPU",
+        "torchtitan",
+        "ratio",
+        "GiB",
+        "exposed communication, ms",
+        "idle, ms",
+        "async TP",
+    ]
     devices = ", ".join(machine.gpus()) or machine.processor()
     Path(f"{options.out}.md").write_text(
         f"{devices}; median of {results['steps'][1]} steps after {results['steps'][0]}; memory = peak reserved.\n\n"
-        f"{table(head, speeds)}\n\n{table(['check', 'result'], checks)}\n")
+        f"{table(head, speeds)}\n\n{table(['check', 'result'], checks)}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -33,14 +33,29 @@ KILL_DEADLINE_S, KILL_STEPS, KILL_AFTER = 30.0, 80, 25
 #: Runs at a time: they are small, and most of each is starting up.
 TOGETHER = max(3, (os.cpu_count() or 1) // 5)
 
-_COMMON = ["runner=train", "model=llama3_debug", "model.num_kv_heads=4", "tokenizer=bytes", "data=synthetic",
-           "train.global_batch=8", "tracker=none", "validation=none", "launch.step_timeout_s=60", "checkpoint=none"]
+_COMMON = [
+    "runner=train",
+    "model=llama3_debug",
+    "model.num_kv_heads=4",
+    "tokenizer=bytes",
+    "data=synthetic",
+    "train.global_batch=8",
+    "tracker=none",
+    "validation=none",
+    "launch.step_timeout_s=60",
+    "checkpoint=none",
+]
 
 
 def meshes(ranks: int) -> dict[str, list[str]]:
     """Overrides of each mesh that fits on so many ranks."""
-    found = {"fsdp2": [], "ddp2": [], "tp2": [], "fsdp2-reshard": ["parallel.fsdp_reshard_after_forward=always"],
-             "tp2-whole": ["parallel.tp_sequence_parallel=false"]}
+    found = {
+        "fsdp2": [],
+        "ddp2": [],
+        "tp2": [],
+        "fsdp2-reshard": ["parallel.fsdp_reshard_after_forward=always"],
+        "tp2-whole": ["parallel.tp_sequence_parallel=false"],
+    }
     found |= {f"cp2-{method}": [f"parallel.cp_method={method}"] for method in ("allgather", "ring", "ulysses")}
     found |= {f"pp2-{schedule}": [f"parallel.pp_schedule={schedule}"] for schedule in ("1F1B", "Interleaved1F1B")}
     found["pp2-ZBVZeroBubble"] = ["parallel.pp_schedule=ZBVZeroBubble", "compile=none"]
@@ -61,26 +76,44 @@ def parity(
         only: names of meshes; None: all. more: overrides of every run.
     """
     eager = ["compile=none"] if dtype == "float64" else []
-    options = [*_COMMON, f"train.steps={STEPS}", f"train.compute_dtype={dtype}",
-               f"train.reduce_dtype={'float64' if dtype == 'float64' else 'float32'}", *eager]
+    options = [
+        *_COMMON,
+        f"train.steps={STEPS}",
+        f"train.compute_dtype={dtype}",
+        f"train.reduce_dtype={'float64' if dtype == 'float64' else 'float32'}",
+        *eager,
+    ]
     if dtype == "float64":
         options.append("train.param_dtype=float64")
     cases = {"single": ["parallel=single", "train.local_batch=4"]} | {
-        name: mesh for name, mesh in meshes(ranks).items() if only is None or name in only}
+        name: mesh for name, mesh in meshes(ranks).items() if only is None or name in only
+    }
     with ThreadPoolExecutor(TOGETHER) as pool:
-        jobs = {name: pool.submit(_train, [*options, *mesh, *more], folder / f"{dtype}-{name}", limit_s)
-                for name, mesh in cases.items()}
+        jobs = {
+            name: pool.submit(_train, [*options, *mesh, *more], folder / f"{dtype}-{name}", limit_s)
+            for name, mesh in cases.items()
+        }
         found = {name: job.result() for name, job in jobs.items()}
     loss_bound, norm_bound = BOUNDS[dtype]
     alone, rows = found.pop("single"), {}
     for name, run in found.items():
-        rows[name] = run if "error" in run or "error" in alone else {
-            "loss": _worst(run["loss"], alone["loss"], lambda a, b: abs(a - b)),
-            "norm": _worst(run["norm"], alone["norm"], lambda a, b: abs(a / b - 1)),
-        }
+        rows[name] = (
+            run
+            if "error" in run or "error" in alone
+            else {
+                "loss": _worst(run["loss"], alone["loss"], lambda a, b: abs(a - b)),
+                "norm": _worst(run["norm"], alone["norm"], lambda a, b: abs(a / b - 1)),
+            }
+        )
         rows[name]["ok"] = rows[name].get("loss", 1.0) <= loss_bound and rows[name].get("norm", 1.0) <= norm_bound
-    return {"dtype": dtype, "loss_bound": loss_bound, "norm_bound": norm_bound, "single": alone, "meshes": rows,
-            "ok": all(row["ok"] for row in rows.values()) and "error" not in alone}
+    return {
+        "dtype": dtype,
+        "loss_bound": loss_bound,
+        "norm_bound": norm_bound,
+        "single": alone,
+        "meshes": rows,
+        "ok": all(row["ok"] for row in rows.values()) and "error" not in alone,
+    }
 
 
 def _worst(found: list[float], wanted: list[float], distance: Callable[[float, float], float]) -> float:
@@ -116,9 +149,19 @@ def kill(folder: Path, *, limit_s: float, more: list[str] = ()) -> dict[str, Any
     Args:
         more: overrides of both runs.
     """
-    options = [*_COMMON[:-1], "checkpoint.interval=10", "parallel=fsdp2", "train.local_batch=1", "train.log_every=1",
-               f"train.steps={KILL_STEPS}", "train.compute_dtype=float64", "train.param_dtype=float64",
-               "train.reduce_dtype=float64", "compile=none", *more]
+    options = [
+        *_COMMON[:-1],
+        "checkpoint.interval=10",
+        "parallel=fsdp2",
+        "train.local_batch=1",
+        "train.log_every=1",
+        f"train.steps={KILL_STEPS}",
+        "train.compute_dtype=float64",
+        "train.param_dtype=float64",
+        "train.reduce_dtype=float64",
+        "compile=none",
+        *more,
+    ]
     straight = _train(options, folder / "straight", limit_s)
     killed, command = folder / "killed", _command(options, folder / "killed")
     log = folder / "killed.txt"
@@ -133,9 +176,12 @@ def kill(folder: Path, *, limit_s: float, more: list[str] = ()) -> dict[str, Any
     except (subprocess.TimeoutExpired, ProcessLookupError) as error:
         process.kill()
         return found | {"ok": False, "error": repr(error)}
-    found |= {"ended_after_s": time.monotonic() - since, "exit_code": process.returncode,
-              "steps_before": len(_metrics(killed)["loss"]),
-              "told": [line for line in log.read_text().splitlines() if "rank 1" in line][:3]}
+    found |= {
+        "ended_after_s": time.monotonic() - since,
+        "exit_code": process.returncode,
+        "steps_before": len(_metrics(killed)["loss"]),
+        "told": [line for line in log.read_text().splitlines() if "rank 1" in line][:3],
+    }
     resumed = _train(options, killed, limit_s)
     if "error" in straight or "error" in resumed:
         return found | {"ok": False, "straight": straight, "resumed": resumed}

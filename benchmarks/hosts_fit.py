@@ -37,9 +37,18 @@ def main(arguments: list[str] | None = None) -> int:
     if all(row.job.async_tp for row in rows.values()):
         parser.error(f"of {', '.join(map(str, options.results))} no row without async TP is called {options.rows}")
     rate = fit(list(rows.values()))
-    shown = [[name, f"{row.published:,.0f}", f"{at(row, rate):,.0f}", f"{at(row, rate) / row.published - 1:+.1%}",
-              f"{row.memory:.1f}", f"{row.memory * (1 + row.memory_error):.1f}", f"{row.memory_error:+.1%}"]
-             for name, row in rows.items()]
+    shown = [
+        [
+            name,
+            f"{row.published:,.0f}",
+            f"{at(row, rate):,.0f}",
+            f"{at(row, rate) / row.published - 1:+.1%}",
+            f"{row.memory:.1f}",
+            f"{row.memory * (1 + row.memory_error):.1f}",
+            f"{row.memory_error:+.1%}",
+        ]
+        for name, row in rows.items()
+    ]
     print(f"nvlink_gb_s: {rate}\n")
     print(table(["row", "tokens/s per GPU", "planned", "error", "GiB", "planned", "error"], shown))
     return 0
@@ -50,14 +59,18 @@ def measured(results: list[Path], patterns: list[str]) -> dict[str, Row]:
     found: dict[str, Any] = {}
     for path in results:
         found |= json.loads(path.read_text())["rows"]
-    return {name: _row(row["ours"]) for name, row in found.items()
-            if "tps" in row.get("ours", {}) and any(fnmatch(name, pattern) for pattern in patterns)}
+    return {
+        name: _row(row["ours"])
+        for name, row in found.items()
+        if "tps" in row.get("ours", {}) and any(fnmatch(name, pattern) for pattern in patterns)
+    }
 
 
 def _row(ours: dict[str, Any]) -> Row:
     typed = [one for one in ours["command"] if "=" in one and not one.startswith(("runner", "tokenizer"))]
-    return planner_rows.own({"options": " ".join(typed), "tokens_per_s_per_gpu": ours["tps"],
-                             "peak_mem_gib": ours["mem_reserved_gib"]})
+    return planner_rows.own(
+        {"options": " ".join(typed), "tokens_per_s_per_gpu": ours["tps"], "peak_mem_gib": ours["mem_reserved_gib"]}
+    )
 
 
 def fit(rows: list[Row]) -> int:

@@ -31,8 +31,18 @@ TARGETS: dict[str, tuple[int, float | None]] = {
 SHARE = ("fsdp2-reuse", 0.85)
 SHARED = ("tp2", "tp2-async-auto", "tp2-kept", "tp2-kept-async-auto")
 BEGIN, END = "<!-- hosts: written by benchmarks/hosts_page.py -->\n", "<!-- end of hosts -->\n"
-_HEAD = ["row", "asked, at GiB", "tokens/s per GPU", "GiB", "torchtitan in the same call", "ratio", "planned",
-         "error", "planned GiB", "error"]
+_HEAD = [
+    "row",
+    "asked, at GiB",
+    "tokens/s per GPU",
+    "GiB",
+    "torchtitan in the same call",
+    "ratio",
+    "planned",
+    "error",
+    "planned GiB",
+    "error",
+]
 
 
 def files() -> list[Path]:
@@ -63,9 +73,18 @@ def _line(name: str, rows: dict[str, dict[str, Any]], plan: Row, rate: float) ->
     row, speed = rows[name], hosts_fit.at(plan, rate)
     peer = row.get("torchtitan", {})
     theirs = f"{peer['tps']:,.0f} at {peer['mem_reserved_gib']:.1f}" if "tps" in peer else ""
-    return [f"`{name}`" + " (*)" * row["early"], asked(name, rows), f"{plan.published:,.0f}",
-            f"{plan.memory:.1f}", theirs, f"{row['ratio']:.3f}" if theirs else "", f"{speed:,.0f}",
-            f"{speed / plan.published - 1:+.1%}", f"{plan.gib:.1f}", f"{plan.memory_error:+.1%}"]
+    return [
+        f"`{name}`" + " (*)" * row["early"],
+        asked(name, rows),
+        f"{plan.published:,.0f}",
+        f"{plan.memory:.1f}",
+        theirs,
+        f"{row['ratio']:.3f}" if theirs else "",
+        f"{speed:,.0f}",
+        f"{speed / plan.published - 1:+.1%}",
+        f"{plan.gib:.1f}",
+        f"{plan.memory_error:+.1%}",
+    ]
 
 
 def checks(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -84,8 +103,10 @@ def _parity(row: dict[str, Any]) -> str:
     held = {name: one for name, one in row["meshes"].items() if one["ok"]}
     failed = ", ".join(f"`{name}`" for name in row["meshes"] if name not in held)
     loss, norm = (max(one[key] for one in held.values()) for key in ("loss", "norm"))
-    return (f"{len(held)} meshes: losses within {loss:.0e}, gradient norms within {norm:.0e} of one GPU's"
-            + f"; does not hold: {failed}" * bool(failed))
+    return (
+        f"{len(held)} meshes: losses within {loss:.0e}, gradient norms within {norm:.0e} of one GPU's"
+        + f"; does not hold: {failed}" * bool(failed)
+    )
 
 
 def tables(plans: dict[str, Row]) -> str:

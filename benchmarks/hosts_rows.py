@@ -6,11 +6,28 @@ from dataclasses import dataclass, field
 
 MODEL = ["model=llama3_3b", "model.tie_embeddings=false", "tokenizer=bytes"]
 #: A model that trains within milliseconds on any machine.
-SMALL = ["model=llama3_debug", "model.dim=32", "model.num_heads=4", "model.num_kv_heads=4", "model.num_layers=4",
-         "model.ffn_dim=64", "model.vocab_size=288", "train.seq_len=64"]
+SMALL = [
+    "model=llama3_debug",
+    "model.dim=32",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+    "model.num_layers=4",
+    "model.ffn_dim=64",
+    "model.vocab_size=288",
+    "train.seq_len=64",
+]
 #: In place of ``MODEL`` and of the rows' batch.
-DEBUG = [*SMALL, "tokenizer=bytes", "compile=none", "ac=none", "ac.keep_products=0.5", "train.local_batch=2",
-         "train.global_batch=null", "parallel.fsdp_reuse_memory=false", "optim.master=float32"]
+DEBUG = [
+    *SMALL,
+    "tokenizer=bytes",
+    "compile=none",
+    "ac=none",
+    "ac.keep_products=0.5",
+    "train.local_batch=2",
+    "train.global_batch=null",
+    "parallel.fsdp_reuse_memory=false",
+    "optim.master=float32",
+]
 SKIPPED, MEASURED, PROFILED = 4, 8, 2
 
 
@@ -37,11 +54,16 @@ _SELECTIVE = ["ac=selective_op"]
 #: All but norms and products of gates, with gradients in memory of activations: as much as selective_op without.
 _KEPT = ["ac=memory_budget", "ac.budget=0.8"]
 _REUSE = ["parallel.fsdp_reuse_memory=true"]
-_PEER = ["--model.flavor=3B", "--activation_checkpoint.mode=selective",
-         "--activation_checkpoint.selective_ac_option=op"]
+_PEER = [
+    "--model.flavor=3B",
+    "--activation_checkpoint.mode=selective",
+    "--activation_checkpoint.selective_ac_option=op",
+]
 _FLOAT8_PEER = ["--model.converters=quantize.linear.float8", "--quantize.linear.float8.filter_fqns=output"]
-_GATHER_PEER = ["--quantize.linear.float8.enable_fsdp_float8_all_gather",
-                "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"]
+_GATHER_PEER = [
+    "--quantize.linear.float8.enable_fsdp_float8_all_gather",
+    "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+]
 _OWN = ["quant.product=own", "quant.fast_accum=true"]
 _ASYNC = ["compile=block", "compile.async_tp=true"]
 
@@ -55,19 +77,26 @@ def rows(ranks: int) -> dict[str, Work]:
 
 
 def _sizes(batch: int, length: int) -> tuple[list[str], list[str]]:
-    return ([f"train.local_batch={batch}", f"train.seq_len={length}"],
-            [f"--training.local_batch_size={batch}", f"--training.seq_len={length}"])
+    return (
+        [f"train.local_batch={batch}", f"train.seq_len={length}"],
+        [f"--training.local_batch_size={batch}", f"--training.seq_len={length}"],
+    )
 
 
 def _context(ranks: int) -> dict[str, Work]:
     """2 x 16,384 tokens; and with what a GPU's memory allows beyond the peer's recomputation."""
     sizes, peer = _sizes(2, 16384)
     base = [*sizes, f"parallel=cp{ranks}"]
-    theirs = [*_PEER, *peer, f"--parallelism.context_parallel_degree={ranks}",
-              "--parallelism.data_parallel_shard_degree=1"]
+    theirs = [
+        *_PEER,
+        *peer,
+        f"--parallelism.context_parallel_degree={ranks}",
+        "--parallelism.data_parallel_shard_degree=1",
+    ]
     made = {
-        f"cp{ranks}-{method}": Work([*base, *_SELECTIVE, f"parallel.cp_method={method}"], ranks,
-                                    theirs if method == "allgather" else None, 55)
+        f"cp{ranks}-{method}": Work(
+            [*base, *_SELECTIVE, f"parallel.cp_method={method}"], ranks, theirs if method == "allgather" else None, 55
+        )
         for method in ("allgather", "ulysses", "ring")
     }
     made[f"cp{ranks}-allgather-more"] = Work([*base, *_SELECTIVE, "ac.keep_products=0.8"], ranks, theirs, 55)
@@ -81,8 +110,11 @@ def _long(ranks: int) -> dict[str, Work]:
     sizes, _ = _sizes(1, 65536)
     return {
         f"cp{ranks}-64k-{method}": Work(
-            [*sizes, f"parallel=cp{ranks}", *_SELECTIVE, f"parallel.cp_method={method}"], ranks, expected_s=100,
-            steps=(3, 4))
+            [*sizes, f"parallel=cp{ranks}", *_SELECTIVE, f"parallel.cp_method={method}"],
+            ranks,
+            expected_s=100,
+            steps=(3, 4),
+        )
         for method in ("allgather", "ulysses", "ring")
     }
 
@@ -101,7 +133,8 @@ def _tensor(ranks: int) -> dict[str, Work]:
         made[f"{name}-{recipe}"] = Work([*base, *quant], ranks)
         for kind, ops in (("auto", "[auto]"), ("scatters", "[reduce_scatter]")):  # its gathers stand before casts
             made[f"{name}-{recipe}-async-{kind}"] = Work(
-                [*base, *quant, *_ASYNC, f"compile.async_tp_ops={ops}"], ranks, compiled=True)
+                [*base, *quant, *_ASYNC, f"compile.async_tp_ops={ops}"], ranks, compiled=True
+            )
     return made
 
 
@@ -118,15 +151,28 @@ def _data(ranks: int) -> dict[str, Work]:
     for recipe in ("tensorwise", "rowwise"):
         quant = [f"quant=float8_{recipe}"]
         made[f"{name}-{recipe}-own"] = Work([*base, *quant, *_OWN], ranks)
-        made[f"{name}-{recipe}"] = Work([*base, *quant], ranks, [
-            *theirs, *_FLOAT8_PEER, f"--quantize.linear.float8.recipe_name={recipe}"] if recipe == "rowwise" else None)
+        made[f"{name}-{recipe}"] = Work(
+            [*base, *quant],
+            ranks,
+            [*theirs, *_FLOAT8_PEER, f"--quantize.linear.float8.recipe_name={recipe}"] if recipe == "rowwise" else None,
+        )
     for suffix, own in (("gather", []), ("own-gather", _OWN)):
         made[f"{name}-tensorwise-{suffix}"] = Work(
-            [*base, "quant=float8_tensorwise", *own, "quant.fsdp_float8_all_gather=true",
-             "quant.precompute_scale=true"], ranks, [*theirs, *_FLOAT8_PEER, *_GATHER_PEER])
+            [
+                *base,
+                "quant=float8_tensorwise",
+                *own,
+                "quant.fsdp_float8_all_gather=true",
+                "quant.precompute_scale=true",
+            ],
+            ranks,
+            [*theirs, *_FLOAT8_PEER, *_GATHER_PEER],
+        )
     made[f"{name}-tensorwise-own-gather-reuse"] = Work(
-        [*made[f"{name}-tensorwise-own-gather"].ours, "ac.keep_products=0.85", *_REUSE], ranks,
-        made[f"{name}-tensorwise-own-gather"].peer)
+        [*made[f"{name}-tensorwise-own-gather"].ours, "ac.keep_products=0.85", *_REUSE],
+        ranks,
+        made[f"{name}-tensorwise-own-gather"].peer,
+    )
     return made
 
 
@@ -146,15 +192,34 @@ def _two_axes(ranks: int) -> dict[str, Work]:
     long, long_peer = _sizes(2, 16384)
     shard = f"--parallelism.data_parallel_shard_degree={half}"
     return {
-        f"fsdp{half}_tp2": Work([*sizes, f"parallel=fsdp{half}_tp2", *_SELECTIVE], ranks, [
-            *_PEER, *peer, shard, "--parallelism.tensor_parallel_degree=2"]),
+        f"fsdp{half}_tp2": Work(
+            [*sizes, f"parallel=fsdp{half}_tp2", *_SELECTIVE],
+            ranks,
+            [*_PEER, *peer, shard, "--parallelism.tensor_parallel_degree=2"],
+        ),
         f"fsdp{half}_tp2-async-auto": Work(
-            [*sizes, f"parallel=fsdp{half}_tp2", *_SELECTIVE, *_ASYNC, "compile.async_tp_ops=[auto]"], ranks,
-            compiled=True),
-        f"fsdp{half}_cp2": Work([*long, f"parallel=fsdp{half}_cp2", *_SELECTIVE], ranks, [
-            *_PEER, *long_peer, shard, "--parallelism.context_parallel_degree=2"]),
-        f"hsdp2x{half}": Work([*sizes, f"parallel=hsdp2x{half}", *_SELECTIVE], ranks, [
-            *_PEER, *peer, shard, "--parallelism.data_parallel_replicate_degree=2"]),
-        f"fsdp{half}_pp2": Work(["train.local_batch=2", "train.seq_len=4096", f"train.global_batch={16 * half}",
-                                 f"parallel=fsdp{half}_pp2", *_SELECTIVE], ranks),
+            [*sizes, f"parallel=fsdp{half}_tp2", *_SELECTIVE, *_ASYNC, "compile.async_tp_ops=[auto]"],
+            ranks,
+            compiled=True,
+        ),
+        f"fsdp{half}_cp2": Work(
+            [*long, f"parallel=fsdp{half}_cp2", *_SELECTIVE],
+            ranks,
+            [*_PEER, *long_peer, shard, "--parallelism.context_parallel_degree=2"],
+        ),
+        f"hsdp2x{half}": Work(
+            [*sizes, f"parallel=hsdp2x{half}", *_SELECTIVE],
+            ranks,
+            [*_PEER, *peer, shard, "--parallelism.data_parallel_replicate_degree=2"],
+        ),
+        f"fsdp{half}_pp2": Work(
+            [
+                "train.local_batch=2",
+                "train.seq_len=4096",
+                f"train.global_batch={16 * half}",
+                f"parallel=fsdp{half}_pp2",
+                *_SELECTIVE,
+            ],
+            ranks,
+        ),
     }

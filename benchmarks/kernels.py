@@ -123,9 +123,12 @@ def bench_cross_entropy(bench: Bench) -> dict[str, Any]:
     for chunk in sorted({min(chunk, tokens) for chunk in (1024, 2048, 4096, 8192)}):
         result[f"fused_ms_chunk_{chunk}"] = bench.ms(lambda chunk=chunk: loss(chunk, True))
     result["torch_ms_chunk_1024"] = bench.ms(lambda: loss(min(1024, tokens), False))
-    result["three_products_ms"] = bench.ms(lambda: (
-        logits := hidden[: tokens // 4] @ weight.t(), logits @ weight, logits.t() @ hidden[: tokens // 4]
-    )) * 4
+    result["three_products_ms"] = (
+        bench.ms(
+            lambda: (logits := hidden[: tokens // 4] @ weight.t(), logits @ weight, logits.t() @ hidden[: tokens // 4])
+        )
+        * 4
+    )
     return result | _cross_entropy_kernel(bench)
 
 
@@ -170,7 +173,8 @@ def bench_sharded_cross_entropy(bench: Bench) -> dict[str, Any]:
     wanted = cross_entropy.reference_(whole, labels, ignore_index=IGNORE_INDEX, gradient=True)
     bench.same("sharded cross_entropy: the ranks' losses", *losses)
     result: dict[str, Any] = {
-        "rows": rows, "columns": columns,
+        "rows": rows,
+        "columns": columns,
         "loss_distance": bench.agree("sharded cross_entropy: losses", losses[0], wanted, 1e-6),
         "grad_distance": bench.agree("sharded cross_entropy: gradients", torch.cat([*shards.values()], 1), whole, 1e-2),
     }
@@ -202,8 +206,9 @@ def _split_ms(bench: Bench, state: list[Tensor], grad: Tensor, clip: Tensor, fac
 def bench_adamw(bench: Bench) -> dict[str, Any]:
     """One update of the embedding, stored in bfloat16, against casting, clipping, torch's fused AdamW and a copy."""
     shape = bench.vocab, bench.dim
-    clip, factors = torch.tensor(0.7, device=bench.device), adamw.Factors.at(
-        3, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1
+    clip, factors = (
+        torch.tensor(0.7, device=bench.device),
+        adamw.Factors.at(3, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),
     )
     master, grad = bench.randn(*shape, dtype=torch.float32), bench.randn(*shape, scale=1e-3)
     state = [master, bench.randn(*shape, scale=1e-3, dtype=torch.float32), bench.randn(*shape).float().square() * 1e-6]
@@ -212,9 +217,13 @@ def bench_adamw(bench: Bench) -> dict[str, Any]:
     adamw.adamw_(weight, state[0], grad, *state[1:], clip, factors)
     adamw.reference_(twin_weight, twin[0], grad, *twin[1:], clip, factors)
     result: dict[str, Any] = {
-        f"{name}_distance": bench.agree(f"adamw {name}", ours, theirs, bound) for name, ours, theirs, bound in zip(
-            ("master", "exp_avg", "exp_avg_sq", "weight"), [*state, weight], [*twin, twin_weight],
-            (1e-6, 1e-6, 1e-6, 1e-4), strict=True,
+        f"{name}_distance": bench.agree(f"adamw {name}", ours, theirs, bound)
+        for name, ours, theirs, bound in zip(
+            ("master", "exp_avg", "exp_avg_sq", "weight"),
+            [*state, weight],
+            [*twin, twin_weight],
+            (1e-6, 1e-6, 1e-6, 1e-4),
+            strict=True,
         )
     }
     bench.same("adamw: the stored weight is the rounded master", weight, state[0].bfloat16())
@@ -240,6 +249,7 @@ def bench_adamw(bench: Bench) -> dict[str, Any]:
 
 def bench_float8_cast(bench: Bench) -> dict[str, Any]:
     """Both copies, against the reference, compiled where that is possible."""
+
     def both(x: Tensor, rowwise: bool, fused: bool, **options: Any) -> float8_cast.Float8:
         largest = float8_cast.largest(x, rowwise=rowwise, fused=fused)
         return float8_cast.float8_cast(x, largest, fused=fused, **options)
@@ -258,7 +268,8 @@ def bench_float8_cast(bench: Bench) -> dict[str, Any]:
                 if dtype == E4M3 and columns != 72:
                     ms = bench.ms(lambda x=x, r=rowwise, o=options: compiled(x, r, True, **o))
                     result[name] |= {
-                        "fused_ms": ms, "fused_tb_s": round(6 * x.numel() / ms / 1e9, 3),
+                        "fused_ms": ms,
+                        "fused_tb_s": round(6 * x.numel() / ms / 1e9, 3),
                         "torch_ms": bench.ms(lambda x=x, r=rowwise, o=options: compiled(x, r, False, **o)),
                     }
     return result
@@ -323,8 +334,9 @@ def bench_float8_shards(bench: Bench) -> dict[str, Any]:
         return copies.data
 
     result: dict[str, Any] = {"numbers": sum(shard.numel() for shard in shards)}
-    result["different_bytes"] = sum(bench.same("float8_shards", *two) for two in zip(made(True), made(False),
-                                                                                    strict=True))
+    result["different_bytes"] = sum(
+        bench.same("float8_shards", *two) for two in zip(made(True), made(False), strict=True)
+    )
     for fused in (True, False):
         copies = float8_shards.Float8Shards(shards, dtype=torch.bfloat16, fused=fused)
         for programs, tile in ((256, 4096), (128, 4096), (256, 8192), (64, 8192)) if fused else ((0, 0),):
@@ -341,8 +353,12 @@ def bench_float8_shards(bench: Bench) -> dict[str, Any]:
 
 
 PARTS = {
-    "cross_entropy": bench_cross_entropy, "sharded_cross_entropy": bench_sharded_cross_entropy, "adamw": bench_adamw,
-    "float8_cast": bench_float8_cast, "float8_linear": bench_float8_linear, "float8_shards": bench_float8_shards,
+    "cross_entropy": bench_cross_entropy,
+    "sharded_cross_entropy": bench_sharded_cross_entropy,
+    "adamw": bench_adamw,
+    "float8_cast": bench_float8_cast,
+    "float8_linear": bench_float8_linear,
+    "float8_shards": bench_float8_shards,
     "square_sum": bench_square_sum,
 }
 

@@ -85,8 +85,9 @@ class Alone(dist.ProcessGroup):
             self._reduce_scatter_base(output, whole, opts)
         return _done(outputs)
 
-    def alltoall_base(self, output: Tensor, given: Tensor, out_sizes: list[int], sizes: list[int],
-                      opts: Any) -> dist.Work:
+    def alltoall_base(
+        self, output: Tensor, given: Tensor, out_sizes: list[int], sizes: list[int], opts: Any
+    ) -> dist.Work:
         received, sent = output.view(-1), given.reshape(-1)
         length = min(len(received), len(sent))  # other ranks may send more or less than this one does
         received[:length].copy_(sent[:length])
@@ -109,13 +110,18 @@ def _done(result: Any) -> dist.Work:
 
 def stand_alone(ranks: int) -> None:
     """Make this process rank 0 of so many, for titanyaml and all that it imports."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": "0"}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     dist.Backend.register_backend(
-        BACKEND, lambda store, rank, size, timeout: Alone(rank, size), devices=["cpu", "cuda"])
+        BACKEND, lambda store, rank, size, timeout: Alone(rank, size), devices=["cpu", "cuda"]
+    )
     join, new_group = dist.init_process_group, dist.new_group
-    dist.init_process_group = lambda *asked, **given: join(
-        BACKEND, store=dist.HashStore(), rank=0, world_size=ranks)
+    dist.init_process_group = lambda *asked, **given: join(BACKEND, store=dist.HashStore(), rank=0, world_size=ranks)
     dist.new_group = lambda *asked, **given: new_group(*asked, **given | {"backend": BACKEND})
     dist.monitored_barrier = lambda *asked, **given: None
     compat.set_group_timeout = lambda group, seconds: None

@@ -39,17 +39,23 @@ NEUTRAL = {
 #: grows with the cube of the clock (0.89).
 CAPPED = math.sqrt((500 / 700) * (500 / 700) ** (1 / 3))
 #: Peak, bandwidth (TB/s) and NVLink (GB/s each way) of datasheets, over those of the H200.
-_SHEETS = {"h200": (1.0, 1.0, 1.0), "h100_sxm": (1.0, 3.35 / 4.8, 1.0), "h100_500w": (CAPPED, 2.4 / 4.8, 1.0),
-           "a100_80gb": (312 / 989, 2.039 / 4.8, 300 / 450)}
+_SHEETS = {
+    "h200": (1.0, 1.0, 1.0),
+    "h100_sxm": (1.0, 3.35 / 4.8, 1.0),
+    "h100_500w": (CAPPED, 2.4 / 4.8, 1.0),
+    "a100_80gb": (312 / 989, 2.039 / 4.8, 300 / 450),
+}
 
 
 def device(measured: dict[str, Any], name: str) -> Device:
     """The calibrated H200, or what its shares make of another datasheet."""
     compute, moving, _ = _SHEETS[name]
     spec = schema.Hardware(**{key: value for key, value in measured.items() if key not in ("defaults", "links")})
-    scaled = {field.name: getattr(spec, field.name) * (moving if field.name == "memory_tb_s" else compute)
-              for field in dataclasses.fields(spec)
-              if field.name.endswith(("_tflops", "memory_tb_s")) and getattr(spec, field.name) is not None}
+    scaled = {
+        field.name: getattr(spec, field.name) * (moving if field.name == "memory_tb_s" else compute)
+        for field in dataclasses.fields(spec)
+        if field.name.endswith(("_tflops", "memory_tb_s")) and getattr(spec, field.name) is not None
+    }
     kept, _ = devices.shipped_device(name)
     known = {"name": name, "peak_bf16_tflops": kept.peak_bf16_tflops, "memory_gib": kept.memory_gib}
     if kept.gemm_fp8_tflops is None:
@@ -60,8 +66,9 @@ def device(measured: dict[str, Any], name: str) -> Device:
 def network(measured: dict[str, Any], name: str, shipped: Network) -> Network:
     """NVLink as measured; network cards at 80 % of the wire, as shipped."""
     links = measured["links"]
-    return replace(shipped, nvlink_gb_s=links["nvlink_gb_s"] * _SHEETS[name][2],
-                   nvlink_latency_us=links["nvlink_latency_us"])
+    return replace(
+        shipped, nvlink_gb_s=links["nvlink_gb_s"] * _SHEETS[name][2], nvlink_latency_us=links["nvlink_latency_us"]
+    )
 
 
 def errors(rows: list[Row], measured: dict[str, Any]) -> list[float]:

@@ -34,12 +34,17 @@ class Free:
 #: Starts are guesses from single kernels. Of what a plan of one device reckons with, two numbers more are fitted, to
 #: memory: TP_LEFTOVER and ALLOCATOR_GIB.
 FREE = {
-    "h100_500w": Free(560, 540, 620, 0.03), "h100_500w float8": Free(1.98, 1.85, 2.1, 0.03),
-    "h200": Free(722, 690, 770, 0.03), "h200 float8": Free(2.0, 1.85, 2.1, 0.03),
+    "h100_500w": Free(560, 540, 620, 0.03),
+    "h100_500w float8": Free(1.98, 1.85, 2.1, 0.03),
+    "h200": Free(722, 690, 770, 0.03),
+    "h200 float8": Free(2.0, 1.85, 2.1, 0.03),
     "nvlink_gb_s": Free(252, 189, 330, 0.1),
-    "CAST_TENSORWISE": Free(10.5, 8.3, 13, 0.1), "CAST_ROWWISE": Free(21, 17, 28, 0.1),
-    "CONTENTION": Free(0.18, 0.1, 0.27, 0.15), "ASYNC_TP_HIDDEN": Free(0.39, 0.23, 0.5, 0.1),
-    "STRAGGLER": Free(0.0053, 0.004, 0.014, 0.2), "CONTEXT_SLOWDOWN": Free(0.42, 0.3, 0.6, 0.1),
+    "CAST_TENSORWISE": Free(10.5, 8.3, 13, 0.1),
+    "CAST_ROWWISE": Free(21, 17, 28, 0.1),
+    "CONTENTION": Free(0.18, 0.1, 0.27, 0.15),
+    "ASYNC_TP_HIDDEN": Free(0.39, 0.23, 0.5, 0.1),
+    "STRAGGLER": Free(0.0053, 0.004, 0.014, 0.2),
+    "CONTEXT_SLOWDOWN": Free(0.42, 0.3, 0.6, 0.1),
     "FSDP_COPY": Free(19.6, 14, 24, 0.1),
 }
 _SOFT = 0.03  # log ratio from which an error counts linearly
@@ -59,11 +64,25 @@ _planned: dict[tuple, float] = {}
 def _known(row: Row, values: dict[str, float]) -> float:
     """``_tps``, reckoned once for each set of those values on which this row depends."""
     job = row.job
-    moves = {"CAST_TENSORWISE": job.quant == "float8_tensorwise", "CAST_ROWWISE": "rowwise" in job.quant,
-             "CONTEXT_SLOWDOWN": job.mesh.cp > 1, "ASYNC_TP_HIDDEN": bool(job.async_tp)}
-    key = (id(row), *(value for name, value in values.items()
-                      if moves.get(name, job.mesh.world_size > 1 if name.isupper() or name == "nvlink_gb_s"
-                                   else name.startswith(job.device.name))))
+    moves = {
+        "CAST_TENSORWISE": job.quant == "float8_tensorwise",
+        "CAST_ROWWISE": "rowwise" in job.quant,
+        "CONTEXT_SLOWDOWN": job.mesh.cp > 1,
+        "ASYNC_TP_HIDDEN": bool(job.async_tp),
+    }
+    key = (
+        id(row),
+        *(
+            value
+            for name, value in values.items()
+            if moves.get(
+                name,
+                job.mesh.world_size > 1
+                if name.isupper() or name == "nvlink_gb_s"
+                else name.startswith(job.device.name),
+            )
+        ),
+    )
     if key not in _planned:
         _planned[key] = _tps(row, values)
     return _planned[key]

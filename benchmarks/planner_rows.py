@@ -39,15 +39,34 @@ SHAPES = {
     "3B": Shape("3B", 128256, 3072, 28, 24, 8, 128, 8192),
     "Llama 3.1 70B": Shape("70B", 128256, 8192, 80, 64, 8, 128, 28672),
     "Llama 3.1 405B": Shape("405B", 128256, 16384, 126, 128, 8, 128, 53248),
-    **{f"MPT {name}": Shape(name, 50368, dim, layers, heads, heads, dim // heads, 4 * dim, tied=True, gated=False,
-                            rotary=False)
-       for name, dim, layers, heads in (("1B", 2048, 24, 16), ("3B", 2560, 32, 20), ("7B", 4096, 32, 32),
-                                        ("13B", 5120, 40, 40), ("30B", 7168, 48, 56), ("70B", 8192, 80, 64))},
+    **{
+        f"MPT {name}": Shape(
+            name, 50368, dim, layers, heads, heads, dim // heads, 4 * dim, tied=True, gated=False, rotary=False
+        )
+        for name, dim, layers, heads in (
+            ("1B", 2048, 24, 16),
+            ("3B", 2560, 32, 20),
+            ("7B", 4096, 32, 32),
+            ("13B", 5120, 40, 40),
+            ("30B", 7168, 48, 56),
+            ("70B", 8192, 80, 64),
+        )
+    },
 }
 
-_TITAN = Software("torchtitan 2024-12", loss="plain", optimizer_bytes=80.0, attention="flash", keeps_even=False,
-                  keeps_scattered=True, gathers_float8=True, root_copies=4.0, weights="autocast",
-                  reduces_each=False, fused_norms=False)
+_TITAN = Software(
+    "torchtitan 2024-12",
+    loss="plain",
+    optimizer_bytes=80.0,
+    attention="flash",
+    keeps_even=False,
+    keeps_scattered=True,
+    gathers_float8=True,
+    root_copies=4.0,
+    weights="autocast",
+    reduces_each=False,
+    fused_norms=False,
+)
 
 
 @dataclass(frozen=True)
@@ -62,23 +81,39 @@ class Reading:
 _READINGS = {
     "torchtitan benchmarks 2024-12": Reading("torchtitan", "h100_500w", _TITAN),
     "torchtitan benchmarks asyncTP 2025-06": Reading(
-        "torchtitan", "h100_500w", replace(_TITAN, name="torchtitan 2025-06", loss="compiled", optimizer_bytes=28.0)),
+        "torchtitan", "h100_500w", replace(_TITAN, name="torchtitan 2025-06", loss="compiled", optimizer_bytes=28.0)
+    ),
     "torchtitan benchmarks Trainy H200 2025-06": Reading(
-        "torchtitan", "h200",
-        replace(_TITAN, name="torchtitan 2025-06", loss="compiled", optimizer_bytes=28.0, root_copies=2.0)),
+        "torchtitan",
+        "h200",
+        replace(_TITAN, name="torchtitan 2025-06", loss="compiled", optimizer_bytes=28.0, root_copies=2.0),
+    ),
     "torchao float8 training docs (via torchtitan)": Reading("torchao", "h100_500w", replace(_TITAN, root_copies=2.0)),
     "MosaicML llm-foundry benchmarks": Reading(
-        "llm-foundry", "", Software("FSDP1 2023", loss="plain", optimizer_bytes=28.0, attention="flash",
-                                    keeps_even=False, gemm_age=0.88, attention_age=0.7)),
+        "llm-foundry",
+        "",
+        Software(
+            "FSDP1 2023",
+            loss="plain",
+            optimizer_bytes=28.0,
+            attention="flash",
+            keeps_even=False,
+            gemm_age=0.88,
+            attention_age=0.7,
+        ),
+    ),
     "torchtitan 0.2.2 on H200": Reading(
-        "measured", "h200", replace(_TITAN, name="torchtitan 0.2.2", loss="compiled", optimizer_bytes=28.0,
-                                    attention="cudnn", root_copies=2.0)),
+        "measured",
+        "h200",
+        replace(
+            _TITAN, name="torchtitan 0.2.2", loss="compiled", optimizer_bytes=28.0, attention="cudnn", root_copies=2.0
+        ),
+    ),
 }
 
 #: GB/s: a gather between the two H200 of the measured rows, where NVLink multicast is off.
 _PAIR = 215.0
-_AC = {"selective": "selective_op",
-       "selective per-op": "selective_op", "full": "full", "none": "none"}
+_AC = {"selective": "selective_op", "selective per-op": "selective_op", "full": "full", "none": "none"}
 
 
 @dataclass(frozen=True)
@@ -154,21 +189,36 @@ def job(row: dict[str, str]) -> Job:
     accumulation = next((int(part.split("=")[1]) for part in row["notes"].split("; ") if "accum=" in part), 1)
     interleaved = row["pp_schedule"].startswith("Interleaved")
     return Job(
-        SHAPES[row["model"]], mesh, devices.device(hardware), devices.network(cluster, world_size=ranks), software,
-        seq_len=_number(row, "seq_len", 8192), local_batch=_number(row, "local_batch"), accumulation=accumulation,
-        microbatches=pp, schedule=row["pp_schedule"] or "1F1B", stages_per_rank=2 if interleaved else 1,
-        ac=_AC[row["activation_ckpt"] or "selective"], quant=name, float8_gather=gathers,
-        compiled=row["compile"] == "true", async_tp=("all_gather", "reduce_scatter") * (row["async_tp"] == "true"),
+        SHAPES[row["model"]],
+        mesh,
+        devices.device(hardware),
+        devices.network(cluster, world_size=ranks),
+        software,
+        seq_len=_number(row, "seq_len", 8192),
+        local_batch=_number(row, "local_batch"),
+        accumulation=accumulation,
+        microbatches=pp,
+        schedule=row["pp_schedule"] or "1F1B",
+        stages_per_rank=2 if interleaved else 1,
+        ac=_AC[row["activation_ckpt"] or "selective"],
+        quant=name,
+        float8_gather=gathers,
+        compiled=row["compile"] == "true",
+        async_tp=("all_gather", "reduce_scatter") * (row["async_tp"] == "true"),
         cp_method="ring",
     )
 
 
 def _planned(row: dict[str, str]) -> Row:
     mesh = "".join(f" {axis}{row[axis]}" for axis in ("tp", "cp", "pp") if _number(row, axis) > 1)
-    label = (f"{row['model']}, {row['n_gpus']} {row['hardware'].split(' (')[0]}{mesh}, {row['local_batch']} x "
-             f"{row['seq_len'] or 8192}, {row['precision_or_quant']}" + ", eager" * (row["compile"] == "false")
-             + ", async TP" * (row["async_tp"] == "true") + (f", {row['pp_schedule']}" if row["pp_schedule"] else "")
-             + (f", AC {row['activation_ckpt']}" if row["activation_ckpt"] else ""))
+    label = (
+        f"{row['model']}, {row['n_gpus']} {row['hardware'].split(' (')[0]}{mesh}, {row['local_batch']} x "
+        f"{row['seq_len'] or 8192}, {row['precision_or_quant']}"
+        + ", eager" * (row["compile"] == "false")
+        + ", async TP" * (row["async_tp"] == "true")
+        + (f", {row['pp_schedule']}" if row["pp_schedule"] else "")
+        + (f", AC {row['activation_ckpt']}" if row["activation_ckpt"] else "")
+    )
     reason = left_out(row)
     if reason:
         return Row(row["source"], label, row["source"], float(row["tokens_per_s_per_gpu"]), None, row, reason=reason)
@@ -199,8 +249,18 @@ def _reckoned(source: str, label: str, group: str, row: dict[str, str], made: Jo
     planned = step.plan_step(made)
     tps = made.tokens_per_step / planned.seconds / made.mesh.world_size
     gib = float(row["peak_mem_gib"]) if row["peak_mem_gib"] else None
-    return Row(source, label, group, float(row["tokens_per_s_per_gpu"]), gib, row, made, "", tps,
-               memory_of_kept.plan_memory(made).total / memory.GIB)
+    return Row(
+        source,
+        label,
+        group,
+        float(row["tokens_per_s_per_gpu"]),
+        gib,
+        row,
+        made,
+        "",
+        tps,
+        memory_of_kept.plan_memory(made).total / memory.GIB,
+    )
 
 
 def _read(name: str) -> list[dict[str, str]]:
@@ -211,9 +271,20 @@ def rows() -> list[Row]:
     """Every row of the three files."""
     published = _read("published_throughput.csv")
     for row in _read("measured_torchtitan_h200.csv"):
-        published.append({"source": "torchtitan 0.2.2 on H200", "hardware": "H200", "pp": "1", "pp_schedule": "",
-                          "compile": "true", "async_tp": "false", "notes": "", "gpu_mem_gb": "141",
-                          "precision_or_quant": row.pop("quant"), **row})
+        published.append(
+            {
+                "source": "torchtitan 0.2.2 on H200",
+                "hardware": "H200",
+                "pp": "1",
+                "pp_schedule": "",
+                "compile": "true",
+                "async_tp": "false",
+                "notes": "",
+                "gpu_mem_gb": "141",
+                "precision_or_quant": row.pop("quant"),
+                **row,
+            }
+        )
     return [*map(_planned, published), *map(own, _read("measured_titanyaml_h200.csv"))]
 
 
@@ -232,7 +303,11 @@ def pairs(planned: list[Row]) -> list[tuple[Row, Row]]:
             if one.reason or other.reason or one.source != other.source:
                 continue
             differs = {name for name in one.raw if one.raw[name] != other.raw[name]} - {
-                "tokens_per_s_per_gpu", "peak_mem_gib", "notes", "mfu_pct"}
+                "tokens_per_s_per_gpu",
+                "peak_mem_gib",
+                "notes",
+                "mfu_pct",
+            }
             alike = differs == {"seq_len", "cp", "dp_shard"} or (len(differs) == 1 and differs <= set(_VARIED))
             if alike and abs(other.published / one.published - 1) >= 0.02:
                 found.append((one, other) if one.published < other.published else (other, one))
@@ -245,14 +320,21 @@ def statistics_of(errors: list[float]) -> tuple[float, float, float]:
     return statistics.median(sizes), sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))], sizes[-1]
 
 
-GROUPS = {"torchtitan": "#1f77b4", "torchao": "#ff7f0e", "llm-foundry": "#2ca02c", "measured": "#d62728",
-          "titanyaml": "#9467bd"}
+GROUPS = {
+    "torchtitan": "#1f77b4",
+    "torchao": "#ff7f0e",
+    "llm-foundry": "#2ca02c",
+    "measured": "#d62728",
+    "titanyaml": "#9467bd",
+}
 
 
 def summary(planned: list[Row]) -> str:
     """Errors by group as a table."""
-    lines = ["| rows | number | tokens/s: median, p90, worst (%) | memory without pp: number, median, worst (%) |",
-             "|---|---|---|---|"]
+    lines = [
+        "| rows | number | tokens/s: median, p90, worst (%) | memory without pp: number, median, worst (%) |",
+        "|---|---|---|---|",
+    ]
     for group in GROUPS:
         mine = [row for row in planned if row.group == group and not row.reason]
         tps = ", ".join(f"{100 * value:.1f}" for value in statistics_of([row.error for row in mine]))
@@ -268,10 +350,15 @@ def table(planned: list[Row]) -> str:
     for group in GROUPS:
         for row in planned:
             if row.group == group and not row.reason:
-                gib = ["", "", ""] if row.memory is None else [f"{row.memory:.1f}", f"{row.gib:.1f}",
-                                                               f"{100 * row.memory_error:+.1f} %"]
-                lines.append(f"| {group}: {row.label} | {row.published:,.0f} | {row.tps:,.0f} | "
-                             f"{100 * row.error:+.1f} % | {' | '.join(gib)} |")
+                gib = (
+                    ["", "", ""]
+                    if row.memory is None
+                    else [f"{row.memory:.1f}", f"{row.gib:.1f}", f"{100 * row.memory_error:+.1f} %"]
+                )
+                lines.append(
+                    f"| {group}: {row.label} | {row.published:,.0f} | {row.tps:,.0f} | "
+                    f"{100 * row.error:+.1f} % | {' | '.join(gib)} |"
+                )
     return "\n".join(lines)
 
 
@@ -290,28 +377,41 @@ def plot(planned: list[Row]) -> str:
 
     def line(factor: float, style: str) -> str:
         start, end = max(low, low / factor), min(high, high / factor)
-        return (f'<line x1="{at(start):.1f}" y1="{size - at(start * factor):.1f}" x2="{at(end):.1f}" '
-                f'y2="{size - at(end * factor):.1f}" {style}/>')
+        return (
+            f'<line x1="{at(start):.1f}" y1="{size - at(start * factor):.1f}" x2="{at(end):.1f}" '
+            f'y2="{size - at(end * factor):.1f}" {style}/>'
+        )
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" height="{size}" font-family="sans-serif" '
-             'font-size="12">', f'<rect width="{size}" height="{size}" fill="white"/>']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size}" height="{size}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{size}" height="{size}" fill="white"/>',
+    ]
     for value in (10, 100, 1_000, 10_000, 100_000):
         spot = at(value)
-        parts += [f'<line x1="{spot:.1f}" y1="{edge}" x2="{spot:.1f}" y2="{size - edge}" stroke="#ddd"/>',
-                  f'<line x1="{edge}" y1="{size - spot:.1f}" x2="{size - edge}" y2="{size - spot:.1f}" stroke="#ddd"/>',
-                  f'<text x="{spot:.1f}" y="{size - edge + 18}" text-anchor="middle">{value:,}</text>',
-                  f'<text x="{edge - 6}" y="{size - spot + 4:.1f}" text-anchor="end">{value:,}</text>']
+        parts += [
+            f'<line x1="{spot:.1f}" y1="{edge}" x2="{spot:.1f}" y2="{size - edge}" stroke="#ddd"/>',
+            f'<line x1="{edge}" y1="{size - spot:.1f}" x2="{size - edge}" y2="{size - spot:.1f}" stroke="#ddd"/>',
+            f'<text x="{spot:.1f}" y="{size - edge + 18}" text-anchor="middle">{value:,}</text>',
+            f'<text x="{edge - 6}" y="{size - spot + 4:.1f}" text-anchor="end">{value:,}</text>',
+        ]
     parts += [line(1.0, 'stroke="black"'), *(line(f, 'stroke="#999" stroke-dasharray="4 4"') for f in (1.2, 1 / 1.2))]
     for number, (group, colour) in enumerate(GROUPS.items()):
         dots = [row for row in planned if row.group == group and not row.reason]
-        parts += [f'<circle cx="{at(row.published):.1f}" cy="{size - at(row.tps):.1f}" r="3.5" fill="{colour}" '
-                  f'fill-opacity="0.7"><title>{html.escape(row.label)}: {100 * row.error:+.1f} %</title></circle>'
-                  for row in dots]
-        parts += [f'<circle cx="{edge + 14}" cy="{edge + 14 + 18 * number}" r="4" fill="{colour}"/>',
-                  f'<text x="{edge + 24}" y="{edge + 18 + 18 * number}">{group} ({len(dots)})</text>']
-    parts += [f'<text x="{size / 2}" y="{size - 12}" text-anchor="middle">published tokens/s per device</text>',
-              f'<text x="16" y="{size / 2}" text-anchor="middle" transform="rotate(-90 16 {size / 2})">planned</text>',
-              "</svg>"]
+        parts += [
+            f'<circle cx="{at(row.published):.1f}" cy="{size - at(row.tps):.1f}" r="3.5" fill="{colour}" '
+            f'fill-opacity="0.7"><title>{html.escape(row.label)}: {100 * row.error:+.1f} %</title></circle>'
+            for row in dots
+        ]
+        parts += [
+            f'<circle cx="{edge + 14}" cy="{edge + 14 + 18 * number}" r="4" fill="{colour}"/>',
+            f'<text x="{edge + 24}" y="{edge + 18 + 18 * number}">{group} ({len(dots)})</text>',
+        ]
+    parts += [
+        f'<text x="{size / 2}" y="{size - 12}" text-anchor="middle">published tokens/s per device</text>',
+        f'<text x="16" y="{size / 2}" text-anchor="middle" transform="rotate(-90 16 {size / 2})">planned</text>',
+        "</svg>",
+    ]
     return "\n".join(parts) + "\n"
 
 

@@ -10,9 +10,16 @@ from titanyaml.config.kinds import spell
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- keys: written by docs/make_configuration.py -->\n", "<!-- end of keys -->\n"
 
-_KINDS = {int: "integer", float: "number", bool: "true, false", str: "text", list[str]: "list of texts",
-          list[int]: "list of integers",
-          list[schema.ParamGroup]: "list of sections", dict: "mapping"}
+_KINDS = {
+    int: "integer",
+    float: "number",
+    bool: "true, false",
+    str: "text",
+    list[str]: "list of texts",
+    list[int]: "list of integers",
+    list[schema.ParamGroup]: "list of sections",
+    dict: "mapping",
+}
 _BOUNDS = (("low", ">="), ("above", ">"), ("high", "<="), ("below", "<"))
 
 
@@ -35,8 +42,9 @@ def page(text: str) -> str:
 
 
 def _section(title: str, kind: type, prefix: str) -> str:
-    return "\n".join([f"### {title}\n", "| key | type | default | meaning |", "|---|---|---|---|",
-                      *_rows(kind, prefix), ""])
+    return "\n".join(
+        [f"### {title}\n", "| key | type | default | meaning |", "|---|---|---|---|", *_rows(kind, prefix), ""]
+    )
 
 
 def _rows(kind: type, prefix: str) -> list[str]:

@@ -15,8 +15,12 @@ BEGIN, END = "<!-- schedules: written by docs/make_pipeline.py -->\n", "<!-- end
 RANKS, MICROBATCHES = 4, 8
 UNIT, LANE, LEFT, TOP = 14, 22, 44, 6  # pixels: a unit of time, a rank, margins
 #: Fill of an action by a rank's first stage and by its later ones.
-COLOURS = {"F": ("#9ecae1", "#4292c6"), "B": ("#a1d99b", "#41ab5d"), "I": ("#c7e9c0", "#74c476"),
-           "W": ("#fdd0a2", "#fd8d3c")}
+COLOURS = {
+    "F": ("#9ecae1", "#4292c6"),
+    "B": ("#a1d99b", "#41ab5d"),
+    "I": ("#c7e9c0", "#74c476"),
+    "W": ("#fdd0a2", "#fd8d3c"),
+}
 
 
 def timeline(kind: Kind) -> Timeline:
@@ -30,8 +34,11 @@ def picture(kind: Kind) -> str:
     """An SVG: a lane a rank, time to the right, in each box the microbatch."""
     times = timeline(kind)
     width, height = LEFT + round(times.length * UNIT) + 6, TOP + RANKS * LANE + 4
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-             'font-size="9">', f'<rect width="{width}" height="{height}" fill="#ffffff"/>']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        'font-size="9">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
     for rank, spans in enumerate(times.ranks):
         y = TOP + rank * LANE
         lines.append(f'<text x="4" y="{y + 14}">rank {rank}</text>')
@@ -48,17 +55,21 @@ def picture(kind: Kind) -> str:
 
 def section() -> str:
     """The table, and the picture of each schedule."""
-    rows = ["| `parallel.pp_schedule` | stages on a rank | backward | fewest microbatches | bubble | held |",
-            "|---|---|---|---|---|---|"]
+    rows = [
+        "| `parallel.pp_schedule` | stages on a rank | backward | fewest microbatches | bubble | held |",
+        "|---|---|---|---|---|---|",
+    ]
     pictures = []
     for name, kind in KINDS.items():
         times = timeline(kind)
         stages = f"{kind.fewest}" + ("" if kind.most else " or more")
         fewest = {RANKS: "ranks", 2 * RANKS - 1: "2 ranks - 1", 2 * RANKS: "2 ranks"}[kind.smallest(RANKS)]
         parts = "in two parts" if kind.splits else "whole"
-        rows.append(f"| `{name}` | {stages}{', V' if kind.placement == 'v' else ''} | {parts} | {fewest}"
-                    f"{', whole rounds' if kind.rounds else ''} | {times.bubble:.1%} | "
-                    f"{times.held / kind.fewest:g} |")
+        rows.append(
+            f"| `{name}` | {stages}{', V' if kind.placement == 'v' else ''} | {parts} | {fewest}"
+            f"{', whole rounds' if kind.rounds else ''} | {times.bubble:.1%} | "
+            f"{times.held / kind.fewest:g} |"
+        )
         pictures.append(f"`{name}`, {times.length:g} units of time\n\n![{name}](img/pipeline_{name}.svg)\n")
     return "\n".join([*rows, "", *pictures])
 

@@ -16,8 +16,9 @@ from titanyaml.config.schema import Model
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.models import decoder
 
-LLAMA3_8B = Model(name="8b", vocab_size=128256, dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336,
-                  max_seq_len=8192)
+LLAMA3_8B = Model(
+    name="8b", vocab_size=128256, dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_dim=14336, max_seq_len=8192
+)
 
 
 def work(model_spec=LLAMA3_8B, **degrees):
@@ -32,8 +33,13 @@ def shapes(found):
 
 def test_the_work_of_one_rank_is_the_whole_model():
     found = work()
-    assert shapes(found) == [(8192, 4096, 4096, 64), (8192, 4096, 1024, 64), (8192, 4096, 14336, 64),
-                             (8192, 14336, 4096, 32), (8192, 4096, 128256, 1)]
+    assert shapes(found) == [
+        (8192, 4096, 4096, 64),
+        (8192, 4096, 1024, 64),
+        (8192, 4096, 14336, 64),
+        (8192, 14336, 4096, 32),
+        (8192, 4096, 128256, 1),
+    ]
     assert (found.forwards, found.parameters, found.attentions) == (2, 8_030_261_248, 32)
     # every FLOP of the published formula but attention's: 6 per weight of a matrix and token
     products = sum(tokens * inputs * outputs * count for tokens, inputs, outputs, count in shapes(found))
@@ -44,8 +50,14 @@ def test_the_work_of_one_rank_is_the_whole_model():
 
 def test_each_axis_takes_its_part():
     split = work(tp=4, cp=2, pp=2, dp_shard=2)
-    assert shapes(split) == [(4096, 4096, 1024, 32), (4096, 4096, 256, 64), (4096, 1024, 4096, 32),
-                             (4096, 4096, 3584, 64), (4096, 3584, 4096, 32), (4096, 4096, 32064, 1)]
+    assert shapes(split) == [
+        (4096, 4096, 1024, 32),
+        (4096, 4096, 256, 64),
+        (4096, 1024, 4096, 32),
+        (4096, 4096, 3584, 64),
+        (4096, 3584, 4096, 32),
+        (4096, 4096, 32064, 1),
+    ]
     assert (split.heads, split.kv_heads, split.shares, split.forwards) == (8, 2, 2, 1.0)
     assert split.parameters == 8_030_261_248 // 32
 
@@ -68,13 +80,29 @@ def made(**changes):
 
     head = Linear(8, 16, 32, ("head",))
     values = {
-        "work": ceilings.Work(layers, head, batch=1, heads=2, kv_heads=2, seq_len=8, head_dim=8, attentions=3, shares=2,
-                              forwards=0.5, parameters=100),
-        "device": "made", "precisions": ["bfloat16", "float8_rowwise"],
-        "linears": [Product(layers[0], {"bfloat16": times(1.0), "float8_rowwise": times(0.25)}),
-                    Product(layers[1], {"bfloat16": times(1.0)})],
-        "head": Product(head, {"bfloat16": times(10.0)}), "attention": {"slow": (1.0, 9.0), "fast": (3.0, 5.0)},
-        "copy": 1e12, "adamw": 0.01,
+        "work": ceilings.Work(
+            layers,
+            head,
+            batch=1,
+            heads=2,
+            kv_heads=2,
+            seq_len=8,
+            head_dim=8,
+            attentions=3,
+            shares=2,
+            forwards=0.5,
+            parameters=100,
+        ),
+        "device": "made",
+        "precisions": ["bfloat16", "float8_rowwise"],
+        "linears": [
+            Product(layers[0], {"bfloat16": times(1.0), "float8_rowwise": times(0.25)}),
+            Product(layers[1], {"bfloat16": times(1.0)}),
+        ],
+        "head": Product(head, {"bfloat16": times(10.0)}),
+        "attention": {"slow": (1.0, 9.0), "fast": (3.0, 5.0)},
+        "copy": 1e12,
+        "adamw": 0.01,
     }
     return Ceilings(**(values | changes))
 

@@ -9,13 +9,25 @@ from titanyaml import hardware
 from titanyaml.config.schema import Hardware
 
 
-@pytest.mark.parametrize(("driver", "option"), [
-    ("NVIDIA H100 80GB HBM3", "h100_sxm"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
-    ("NVIDIA A100 80GB PCIe", "a100_80gb"), ("NVIDIA B200", "b200"), ("NVIDIA H100 PCIe", "h100_pcie"),
-    ("NVIDIA GH200 480GB", "gh200"),
-    ("NVIDIA H100 NVL", None), ("NVIDIA H200 NVL", None), ("NVIDIA H20", None), ("NVIDIA GB200", None),
-    ("NVIDIA A100-SXM4-40GB", "a100_40gb"), ("NVIDIA GeForce RTX 4090", None), ("Tesla V100-SXM2-16GB", None),
-])
+@pytest.mark.parametrize(
+    ("driver", "option"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100_sxm"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100_80gb"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
 def test_devices_are_recognised_by_the_drivers_name(
     driver: str, option: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

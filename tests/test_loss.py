@@ -48,8 +48,11 @@ def test_equals_plain_cross_entropy_for_any_chunk(chunk_tokens: int, dtype: torc
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", torch.float64), ("aot_eager", torch.bfloat16),
-                                                ("inductor", torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("aot_eager", torch.float64), ("aot_eager", torch.bfloat16), ("inductor", torch.float32)],
+    ids=str,
+)
 def test_compiled_equals_eager(backend: str, dtype: torch.dtype) -> None:
     """21 tokens in chunks of 8: two shapes, a graph each, and one more where no gradient is needed."""
     torch._dynamo.reset()
@@ -200,9 +203,7 @@ def test_compiles_without_a_graph_break(backend: str) -> None:
 
 def test_operator_contract_and_fake_tensors() -> None:
     hidden, weight, labels = inputs(torch.bfloat16)
-    arguments = (
-        hidden.detach().flatten(0, 1), weight.detach(), labels.flatten(), 4, IGNORE_INDEX, True, True, *ALONE
-    )
+    arguments = (hidden.detach().flatten(0, 1), weight.detach(), labels.flatten(), 4, IGNORE_INDEX, True, True, *ALONE)
     torch.library.opcheck(torch.ops.titanyaml.chunked_cross_entropy.default, arguments)
     mode = FakeTensorMode()
     fake = [mode.from_tensor(t) for t in (hidden, weight, labels)]
@@ -254,9 +255,10 @@ def sharded(rank: int, chunk_tokens: int, scale: float, compiled: str) -> tuple[
     return loss.detach(), hidden.grad, shards.grad.full_tensor()
 
 
-@pytest.mark.parametrize(("ranks", "chunk_tokens", "scale", "compiled"), [
-    (2, 4, 1.0, ""), (3, 1000, 1.0, ""), (2, 7, 300.0, ""), (2, 7, 300.0, "aot_eager"),
-])
+@pytest.mark.parametrize(
+    ("ranks", "chunk_tokens", "scale", "compiled"),
+    [(2, 4, 1.0, ""), (3, 1000, 1.0, ""), (2, 7, 300.0, ""), (2, 7, 300.0, "aot_eager")],
+)
 def test_rows_of_the_vocabulary_on_several_ranks(ranks: int, chunk_tokens: int, scale: float, compiled: str) -> None:
     """With logits of thousands (scale 300) only a maximum over all ranks keeps the sum finite."""
     hidden, weight, labels = inputs(torch.float64, vocab=54)

@@ -100,8 +100,13 @@ def work_of(
     return Work(
         linears=tuple(Linear(tokens, *shape, tuple(layers)) for shape, layers in shapes.items()),
         head=Linear(tokens, facts.dim, facts.vocab_size // dims.tp, (facts.head,)),
-        batch=local_batch, heads=facts.num_heads // dims.tp, kv_heads=max(facts.num_kv_heads // dims.tp, 1),
-        seq_len=seq_len, head_dim=facts.head_dim, attentions=facts.num_layers, shares=dims.cp,
+        batch=local_batch,
+        heads=facts.num_heads // dims.tp,
+        kv_heads=max(facts.num_kv_heads // dims.tp, 1),
+        seq_len=seq_len,
+        head_dim=facts.head_dim,
+        attentions=facts.num_layers,
+        shares=dims.cp,
         forwards=accumulation / dims.pp,
         parameters=facts.num_params // (dims.tp * dims.pp * dims.cp * dims.dp_shard),
         left_out=tuple(left_out),
@@ -119,15 +124,19 @@ class Product:
         """The three passes of one layer; in the compute dtype where this shape has no time in ``precision``."""
         high = next(iter(self.seconds))
         kinds = _MIXED.get(precision, (precision,) * len(PASSES))
-        return sum(self.seconds.get(kind or high, self.seconds[high])[step]
-                   for kind, step in zip(kinds, PASSES, strict=True))
+        return sum(
+            self.seconds.get(kind or high, self.seconds[high])[step] for kind, step in zip(kinds, PASSES, strict=True)
+        )
 
     def record(self) -> dict[str, Any]:
         """JSON-ready: the shape, how many layers have it, and ms and TFLOP/s by precision."""
         flops = 2 * self.shape.tokens * self.shape.inputs * self.shape.outputs
         return {
-            "tokens": self.shape.tokens, "inputs": self.shape.inputs, "outputs": self.shape.outputs,
-            "layers": len(self.shape.layers), "example": self.shape.layers[0],
+            "tokens": self.shape.tokens,
+            "inputs": self.shape.inputs,
+            "outputs": self.shape.outputs,
+            "layers": len(self.shape.layers),
+            "example": self.shape.layers[0],
             "ms": {kind: {step: 1e3 * s for step, s in times.items()} for kind, times in self.seconds.items()},
             "tflops": {kind: len(times) * flops / sum(times.values()) / 1e12 for kind, times in self.seconds.items()},
         }
@@ -178,7 +187,9 @@ class Ceilings:
         parts = {
             "linear": self.work.forwards * linear,
             "head": self.work.forwards * self.head.total(self.precisions[0]),
-            "attention": self.work.forwards * self.work.attentions * sum(self.attention[self.best_attention])
+            "attention": self.work.forwards
+            * self.work.attentions
+            * sum(self.attention[self.best_attention])
             / self.work.shares,
             "optimizer": self.adamw * self.work.parameters,
         }
@@ -200,8 +211,11 @@ class Ceilings:
             "device": self.device,
             "gemm": [product.record() for product in [*self.linears, self.head]],
             "attention": {
-                "batch": self.work.batch, "heads": self.work.heads, "kv_heads": self.work.kv_heads,
-                "seq_len": self.work.seq_len, "head_dim": self.work.head_dim,
+                "batch": self.work.batch,
+                "heads": self.work.heads,
+                "kv_heads": self.work.kv_heads,
+                "seq_len": self.work.seq_len,
+                "head_dim": self.work.head_dim,
                 "best": self.best_attention,
                 "ms": {name: {"forward": 1e3 * f, "backward": 1e3 * b} for name, (f, b) in self.attention.items()},
             },
@@ -281,10 +295,13 @@ def _high_precision(shape: Linear, *, device: torch.device, dtype: torch.dtype) 
     """Seconds of the three products of a linear layer, in the layouts that autograd uses."""
     make = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
     x_MK, weight_NK, grad_MN = (
-        make(shape.tokens, shape.inputs), make(shape.outputs, shape.inputs), make(shape.tokens, shape.outputs)
+        make(shape.tokens, shape.inputs),
+        make(shape.outputs, shape.inputs),
+        make(shape.tokens, shape.outputs),
     )
     calls = {
-        "forward": lambda: F.linear(x_MK, weight_NK), "dgrad": lambda: grad_MN @ weight_NK,
+        "forward": lambda: F.linear(x_MK, weight_NK),
+        "dgrad": lambda: grad_MN @ weight_NK,
         "wgrad": lambda: grad_MN.t() @ x_MK,
     }
     return {name: seconds(call, device) for name, call in calls.items()}
@@ -295,11 +312,12 @@ def _float8(shape: Linear, *, rowwise: bool, device: torch.device) -> dict[str, 
     m, k, n = shape.tokens, shape.inputs, shape.outputs
 
     def product(rows: int, inner: int, columns: int) -> float:
-        left, right = (
-            torch.randn(size, inner, device=device).to(torch.float8_e4m3fn) for size in (rows, columns)
+        left, right = (torch.randn(size, inner, device=device).to(torch.float8_e4m3fn) for size in (rows, columns))
+        scales = (
+            (torch.ones(rows, 1, device=device), torch.ones(1, columns, device=device))
+            if rowwise
+            else (torch.ones((), device=device), torch.ones((), device=device))
         )
-        scales = (torch.ones(rows, 1, device=device), torch.ones(1, columns, device=device)) if rowwise else (
-            torch.ones((), device=device), torch.ones((), device=device))
         return seconds(lambda: compat.scaled_mm(left, right.t(), *scales), device)
 
     return {"forward": product(m, k, n), "dgrad": product(m, n, k), "wgrad": product(n, m, k)}
@@ -314,15 +332,14 @@ def _attention(work: Work, *, device: torch.device, dtype: torch.dtype) -> dict[
     for backend in backends:
         try:
             found[backend.name.removesuffix("_ATTENTION").lower()] = _one_attention(
-                work, backend, device=device, dtype=dtype)
+                work, backend, device=device, dtype=dtype
+            )
         except RuntimeError:
             continue
     return found or {"math": _one_attention(work, SDPBackend.MATH, device=device, dtype=dtype)}
 
 
-def _one_attention(
-    work: Work, backend: SDPBackend, *, device: torch.device, dtype: torch.dtype
-) -> tuple[float, float]:
+def _one_attention(work: Work, backend: SDPBackend, *, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     q_BNSH, k_BNSH, v_BNSH = (
         torch.randn(work.batch, heads, work.seq_len, work.head_dim, device=device, dtype=dtype, requires_grad=True)
         for heads in (work.heads, work.kv_heads, work.kv_heads)
@@ -354,7 +371,19 @@ def _adamw(parameters: int, *, device: torch.device) -> float:
     weight, grad, first, second = (torch.zeros(count, device=device) for _ in range(4))
     step = torch.zeros((), device=device)
     sweep = lambda: adamw(  # noqa: E731
-        [weight], [grad], [first], [second], [], [step], fused=True, amsgrad=False, maximize=False, beta1=0.9,
-        beta2=0.95, eps=1e-8, lr=1e-4, weight_decay=0.1,
+        [weight],
+        [grad],
+        [first],
+        [second],
+        [],
+        [step],
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        lr=1e-4,
+        weight_decay=0.1,
     )
     return seconds(sweep, device) / count

@@ -231,5 +231,3 @@ def _remove_empty(folder: Path) -> None:
     for path in (folder, *folder.parents[:2]):
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
-
-

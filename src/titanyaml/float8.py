@@ -132,7 +132,11 @@ def plain(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor._tensor
     return DTensor.from_local(
-        tensor.to_local()._tensor, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+        tensor.to_local()._tensor,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
         stride=tensor.stride(),
     )
 
@@ -151,8 +155,11 @@ def _import(name: str, *, quiet: bool = True) -> Any:
             found = f"torchao {metadata.version('torchao')} is installed; {CHECKED} are known to work"
         except metadata.PackageNotFoundError:
             found = "torchao is not installed"
-        raise PipelineError(f"cannot import {name}: {error}; {found}", key="quant.recipe",
-                            hint="pip install torchao==0.18.0, or quant=none") from error
+        raise PipelineError(
+            f"cannot import {name}: {error}; {found}",
+            key="quant.recipe",
+            hint="pip install torchao==0.18.0, or quant=none",
+        ) from error
 
 
 @contextmanager

@@ -78,10 +78,18 @@ class CrossEntropy:
         """
         group = TensorGroup.of(weight_VD.device_mesh) if isinstance(weight_VD, DTensor) else _ALONE
         return _ChunkedCrossEntropy.apply(
-            hidden_BSD.flatten(0, -2), local(weight_VD), labels_BS.flatten(), self.chunk_tokens, self.ignore_index,
+            hidden_BSD.flatten(0, -2),
+            local(weight_VD),
+            labels_BS.flatten(),
+            self.chunk_tokens,
+            self.ignore_index,
             torch.is_grad_enabled() and hidden_BSD.requires_grad,
             torch.is_grad_enabled() and weight_VD.requires_grad,
-            group.name, group.rank, group.size, self.fused, self.compiled,
+            group.name,
+            group.rank,
+            group.size,
+            self.fused,
+            self.compiled,
         )
 
     def runs(self) -> str:
@@ -92,13 +100,33 @@ class CrossEntropy:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
-        hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, fused: bool,
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        chunk_tokens: int,
+        ignore_index: int,
+        hidden_needs_grad: bool,
+        weight_needs_grad: bool,
+        group_name: str,
+        rank: int,
+        size: int,
+        fused: bool,
         compiled: str,
     ) -> Tensor:
         loss, *gradients = _operator(
-            hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, hidden_needs_grad, weight_needs_grad,
-            group_name, rank, size, fused, compiled,
+            hidden_ND,
+            weight_VD,
+            labels_N,
+            chunk_tokens,
+            ignore_index,
+            hidden_needs_grad,
+            weight_needs_grad,
+            group_name,
+            rank,
+            size,
+            fused,
+            compiled,
         )
         ctx.save_for_backward(*gradients)
         ctx.fused = fused
@@ -108,15 +136,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         # out of place: a second backward through a retained graph finds the same gradients
-        gradients = [scaled(grad, grad_loss, fused=ctx.fused) if needed else None for grad, needed in zip(
-            ctx.saved_tensors, ctx.needs_input_grad, strict=False
-        )]
+        gradients = [
+            scaled(grad, grad_loss, fused=ctx.fused) if needed else None
+            for grad, needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        ]
         return *gradients, *(None,) * 10
 
 
 def chunked_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
-    hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, fused: bool = False,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    chunk_tokens: int,
+    ignore_index: int,
+    hidden_needs_grad: bool,
+    weight_needs_grad: bool,
+    group_name: str,
+    rank: int,
+    size: int,
+    fused: bool = False,
     compiled: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients of its sum in one pass over chunks of tokens.
@@ -142,15 +180,31 @@ def chunked_cross_entropy(
     if fused:
         loss = _fused(hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, group, grad_hidden_ND, head)
     else:
-        loss = _plain(hidden_ND, weight_VD, labels_N.where(valid_N, 0), valid_N, chunk_tokens, group, grad_hidden_ND,
-                      head, compiled)
+        loss = _plain(
+            hidden_ND,
+            weight_VD,
+            labels_N.where(valid_N, 0),
+            valid_N,
+            chunk_tokens,
+            group,
+            grad_hidden_ND,
+            head,
+            compiled,
+        )
     grad_weight_VD = weight_VD.new_empty(0) if head is None else head.rounded()
     return loss, hidden_ND.new_empty(0) if grad_hidden_ND is None else grad_hidden_ND, grad_weight_VD
 
 
 def _plain(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N: Tensor, chunk_tokens: int, group: TensorGroup,
-    grad_hidden_ND: Tensor | None, head: _HeadGradient | None, compiled: str,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    valid_N: Tensor,
+    chunk_tokens: int,
+    group: TensorGroup,
+    grad_hidden_ND: Tensor | None,
+    head: _HeadGradient | None,
+    compiled: str,
 ) -> Tensor:
     """The sum; gradients go into what there is for them. labels_N: 0 where not valid."""
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -161,7 +215,10 @@ def _plain(
     for start in range(0, hidden_ND.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         hidden_CD, labels_C1, valid_C1, mine_C1 = (
-            hidden_ND[rows], labels_N[rows, None], valid_N[rows, None], mine_N[rows, None]
+            hidden_ND[rows],
+            labels_N[rows, None],
+            valid_N[rows, None],
+            mine_N[rows, None],
         )
         part, grad_CV = of_chunk(
             _logits(hidden_CD, weight_VD, dtype=wide), labels_C1, valid_C1, mine_C1, group.name, dtype
@@ -206,8 +263,14 @@ def _explain(error: Exception) -> NoReturn:
 
 
 def _fused(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int, group: TensorGroup,
-    grad_hidden_ND: Tensor | None, head: _HeadGradient | None,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    chunk_tokens: int,
+    ignore_index: int,
+    group: TensorGroup,
+    grad_hidden_ND: Tensor | None,
+    head: _HeadGradient | None,
 ) -> Tensor:
     """``_plain`` with buffers of logits that become buffers of their gradients."""
     losses_N = torch.empty(hidden_ND.shape[0], dtype=torch.float32, device=hidden_ND.device)
@@ -218,8 +281,12 @@ def _fused(
             losses_N[chunk] = cross_entropy_(logits_CV, labels_N[chunk], **options)
         else:
             losses_N[chunk] = sharded_cross_entropy_(
-                logits_CV, labels_N[chunk], compat.wait(parts).view(group.size, 2, -1), first=group.rank * rows,
-                vocab=group.size * rows, **options,
+                logits_CV,
+                labels_N[chunk],
+                compat.wait(parts).view(group.size, 2, -1),
+                first=group.rank * rows,
+                vocab=group.size * rows,
+                **options,
             )
         if grad_hidden_ND is not None:
             torch.mm(logits_CV, weight_VD, out=grad_hidden_ND[chunk])
@@ -349,7 +416,8 @@ def _check_labels(labels_N: Tensor, *, vocab_size: int) -> None:
     bad_N = (labels_N < 0) | (labels_N >= vocab_size)
     if bad_N.any():
         raise DataError(
-            f"label {labels_N[bad_N][0].item()} is outside the vocabulary of {vocab_size} ids", key="model.vocab_size",
+            f"label {labels_N[bad_N][0].item()} is outside the vocabulary of {vocab_size} ids",
+            key="model.vocab_size",
             hint="a tokenizer that fits the model, or a larger model.vocab_size",
         )
 
@@ -359,8 +427,17 @@ _operator = torch.library.custom_op("titanyaml::chunked_cross_entropy", chunked_
 
 @_operator.register_fake
 def _(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk_tokens: int, ignore_index: int,
-    hidden_needs_grad: bool, weight_needs_grad: bool, group_name: str, rank: int, size: int, fused: bool = False,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    chunk_tokens: int,
+    ignore_index: int,
+    hidden_needs_grad: bool,
+    weight_needs_grad: bool,
+    group_name: str,
+    rank: int,
+    size: int,
+    fused: bool = False,
     compiled: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = hidden_ND.new_empty((), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
@@ -370,8 +447,15 @@ def _(
 
 @register_flop_formula(torch.ops.titanyaml.chunked_cross_entropy)
 def _flops(
-    hidden_shape: Any, weight_shape: Any, labels_shape: Any, chunk_tokens: int, ignore_index: int,
-    hidden_needs_grad: bool, weight_needs_grad: bool, *_: Any, **__: Any,
+    hidden_shape: Any,
+    weight_shape: Any,
+    labels_shape: Any,
+    chunk_tokens: int,
+    ignore_index: int,
+    hidden_needs_grad: bool,
+    weight_needs_grad: bool,
+    *_: Any,
+    **__: Any,
 ) -> int:
     """The three matrix products, as ``torch.utils.flop_counter`` counts those that it can see."""
     return 2 * hidden_shape[0] * weight_shape[0] * weight_shape[1] * (1 + hidden_needs_grad + weight_needs_grad)

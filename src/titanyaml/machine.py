@@ -13,10 +13,33 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("titanyaml", "torch", "torchao", "triton", "hydra-core", "omegaconf", "numpy", "datasets", "sentencepiece",
-             "tokenizers", "safetensors", "aim")
-_VARIABLES = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "SLURM_", "TITANYAML_", "HF_",
-              "PYTHONHASHSEED")
+_PACKAGES = (
+    "titanyaml",
+    "torch",
+    "torchao",
+    "triton",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "datasets",
+    "sentencepiece",
+    "tokenizers",
+    "safetensors",
+    "aim",
+)
+_VARIABLES = (
+    "CUDA_",
+    "NCCL_",
+    "TORCH",
+    "PYTORCH_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "SLURM_",
+    "TITANYAML_",
+    "HF_",
+    "PYTHONHASHSEED",
+)
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "JWT")
 
 

@@ -142,7 +142,8 @@ class RunDir:
         if owner != mine:
             raise LaunchError(
                 f"{self.path} was taken over by another process (generation {owner}, this is {mine})",
-                key="run.dir", exit_code=EXIT_FAILED,
+                key="run.dir",
+                exit_code=EXIT_FAILED,
             )
 
     def owner(self) -> dict[str, Any] | None:
@@ -175,7 +176,9 @@ class RunDir:
             return
         raise InUse(
             f"{self.path} is in use by process {lease['pid']} on {lease['host']}",
-            key="run.dir", hint="wait for it, stop it, or give this run another run.id", exit_code=EXIT_FAILED,
+            key="run.dir",
+            hint="wait for it, stop it, or give this run another run.id",
+            exit_code=EXIT_FAILED,
         )
 
     @contextmanager
@@ -257,6 +260,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _not_a_record(path: Path, why: str) -> LaunchError:
-    return LaunchError(f"{path} is not as it was written: {why}", key="run.dir",
-                       hint=f"rm {path}, if nothing works in that folder; checkpoints stay as they are")
-
+    return LaunchError(
+        f"{path} is not as it was written: {why}",
+        key="run.dir",
+        hint=f"rm {path}, if nothing works in that folder; checkpoints stay as they are",
+    )

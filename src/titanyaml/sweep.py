@@ -103,8 +103,12 @@ def table(found: list[dict[str, Any]], *, title: str) -> Table:
     for row in found:
         overrides = " ".join(override for override in row["overrides"] if override not in common)
         result.add_row(
-            overrides or "-", row["state"], _number(row["loss"], ".4f"), _number(row["validation_loss"], ".4f"),
-            _number(row["tps"], ",.0f"), row["folder"],
+            overrides or "-",
+            row["state"],
+            _number(row["loss"], ".4f"),
+            _number(row["validation_loss"], ".4f"),
+            _number(row["tps"], ",.0f"),
+            row["folder"],
         )
     return result
 

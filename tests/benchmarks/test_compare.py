@@ -12,7 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 
 #: Writes log lines like torchtitan's, and refuses what it was not started with, or a port that others could take.
-STANDIN = '''
+STANDIN = """
 import os, socket, sys
 try:
     socket.socket().bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
@@ -25,7 +25,7 @@ import torchtitan_sizes
 for step in range(1, 31):
     print(f"[titan] step: {step:2}  loss:  8.1{step:02}  grad_norm:  1.5  memory:  {step / 10:.2f}GiB(1.00%)  "
           f"tps: {'5' if step <= 5 else f'1,{step:03}'}  tflops: 1.00  mfu: 0.10%", file=sys.stderr)
-'''
+"""
 
 
 @pytest.fixture
@@ -49,8 +49,11 @@ def checkout(tmp_path):
 
 def test_a_dry_run_of_both_sides(compare, checkout, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(compare, "COMMON", [*compare.COMMON[:2], "runner.skipped_steps=1", "runner.measured_steps=2",
-                                            "runner.profiled_steps=0"])
+    monkeypatch.setattr(
+        compare,
+        "COMMON",
+        [*compare.COMMON[:2], "runner.skipped_steps=1", "runner.measured_steps=2", "runner.profiled_steps=0"],
+    )
     out = tmp_path / "results" / "here"
     assert compare.main(["--rows", "debug", "--torchtitan", str(checkout), "--out", str(out)]) == 0
     row = json.loads(out.with_suffix(".json").read_text())["rows"]["debug"]

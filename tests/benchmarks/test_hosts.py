@@ -66,19 +66,31 @@ def test_what_the_budget_has_no_room_for_is_left_out(hosts, tmp_path, capsys) ->
     assert capsys.readouterr().out.split()[:3] == ["fsdp2_tp2", "50", "s"]
 
 
-@pytest.mark.parametrize(("losses", "norms", "holds"), [
-    ([5.0, 4.0], [1.0, 2.0], True), ([5.0, 4.0 + 2e-9], [1.0, 2.0], False), ([5.0, 4.0], [1.0, 2.1], False),
-    ([5.0, float("nan")], [1.0, 2.0], False), ([5.0], [1.0], False),
-])
+@pytest.mark.parametrize(
+    ("losses", "norms", "holds"),
+    [
+        ([5.0, 4.0], [1.0, 2.0], True),
+        ([5.0, 4.0 + 2e-9], [1.0, 2.0], False),
+        ([5.0, 4.0], [1.0, 2.1], False),
+        ([5.0, float("nan")], [1.0, 2.0], False),
+        ([5.0], [1.0], False),
+    ],
+)
 def test_parity_is_held_to_its_bounds(script, monkeypatch, tmp_path, losses, norms, holds: bool) -> None:
     checks = script("hosts_checks")
     alone = {"loss": [5.0, 4.0], "norm": [1.0, 2.0]}
-    monkeypatch.setattr(checks, "_train", lambda options, folder, limit_s: (
-        alone if folder.name.endswith("single") else {"loss": losses, "norm": norms}))
+    monkeypatch.setattr(
+        checks,
+        "_train",
+        lambda options, folder, limit_s: alone if folder.name.endswith("single") else {"loss": losses, "norm": norms},
+    )
     found = checks.parity(2, tmp_path, dtype="float64", limit_s=9, only=["fsdp2", "cp2-ring"])
     assert found["ok"] is holds and set(found["meshes"]) == {"fsdp2", "cp2-ring"}
-    monkeypatch.setattr(checks, "_train", lambda options, folder, limit_s: (
-        alone if folder.name.endswith("single") else {"error": "exit code 1"}))
+    monkeypatch.setattr(
+        checks,
+        "_train",
+        lambda options, folder, limit_s: alone if folder.name.endswith("single") else {"error": "exit code 1"},
+    )
     assert checks.parity(2, tmp_path, dtype="float64", limit_s=9, only=["tp2"])["ok"] is False
 
 

@@ -28,8 +28,10 @@ def make_state(seed: int) -> dict[str, Any]:
         "half": torch.randn(3, 4, generator=draw).bfloat16(),
         "empty": torch.zeros(0, 4),
     }
-    moments = {name: {"exp_avg": torch.randn(w.shape, generator=draw), "step": torch.tensor(float(seed))}
-               for name, w in weights.items()}
+    moments = {
+        name: {"exp_avg": torch.randn(w.shape, generator=draw), "step": torch.tensor(float(seed))}
+        for name, w in weights.items()
+    }
     return {"model": weights, "optim": moments}
 
 

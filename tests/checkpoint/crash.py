@@ -69,8 +69,12 @@ def aftermath(path: Path, readable: int) -> dict[str, Any]:
     same = all(torch.equal(state["model"][n], expected["model"][n]) for n in expected["model"])
     same = same and torch.equal(state["optim"]["w0"]["exp_avg"], expected["optim"]["w0"]["exp_avg"])
     return {
-        "told": told[-1] if told else 0, "step": meta["step"], "position": meta["position"], "same": same,
-        "left": left, "after": sorted(p.name for p in (path / "checkpoints").iterdir()) if newest else [],
+        "told": told[-1] if told else 0,
+        "step": meta["step"],
+        "position": meta["position"],
+        "same": same,
+        "left": left,
+        "after": sorted(p.name for p in (path / "checkpoints").iterdir()) if newest else [],
     }
 
 

@@ -43,7 +43,11 @@ def test_round_trip_is_exact_and_in_place(tmp_path: Path) -> None:
     meta = make(tmp_path).load(saved, state)
     assert equal(state, make_state(3)) and state["model"]["norm.weight"] is weight
     assert {k: meta[k] for k in ("step", "position", "mesh", "rng", "config_hash")} == {
-        "step": 3, "position": 12, "mesh": {"dp_shard": 1}, "rng": [1, 2], "config_hash": "c0ffee"
+        "step": 3,
+        "position": 12,
+        "mesh": {"dp_shard": 1},
+        "rng": [1, 2],
+        "config_hash": "c0ffee",
     }
 
 
@@ -102,7 +106,12 @@ def damage_manifest_cut(folder: Path) -> None:
 
 
 DAMAGES = [
-    damage_flip, damage_truncate, damage_metadata, damage_remove, damage_no_manifest, damage_manifest_digit,
+    damage_flip,
+    damage_truncate,
+    damage_metadata,
+    damage_remove,
+    damage_no_manifest,
+    damage_manifest_digit,
     damage_manifest_cut,
 ]
 

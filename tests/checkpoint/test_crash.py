@@ -13,7 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 def run(*args: str) -> list[dict]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.crash", *args], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "tests.checkpoint.crash", *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0 and "child failed" not in done.stderr, done.stderr

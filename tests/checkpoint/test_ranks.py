@@ -127,10 +127,13 @@ def sabotage(how: str, state: dict, given_up: Path) -> None:
         FileSystemWriter.write_data = write_data
 
 
-@pytest.mark.parametrize("how, kind, text", [
-    ("full", CheckpointError, "writing failed on rank 1: no space left to write"),
-    ("nan", NonFiniteError, "NaN or infinity in 1 tensors, first model/w1"),
-])
+@pytest.mark.parametrize(
+    "how, kind, text",
+    [
+        ("full", CheckpointError, "writing failed on rank 1: no space left to write"),
+        ("nan", NonFiniteError, "NaN or infinity in 1 tensors, first model/w1"),
+    ],
+)
 def test_an_error_of_one_rank_is_everybodys(tmp_path: Path, how: str, kind: type, text: str) -> None:
     for name, message in run_ranks(save_where_one_fails, 2, str(tmp_path), how):
         assert name == kind.__name__ and text in message

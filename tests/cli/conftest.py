@@ -34,8 +34,12 @@ def cli(tmp_path: Path) -> Cli:
     ) -> subprocess.CompletedProcess:
         start = ["-c", SPY] if spy else ["-m", "titanyaml"]
         return subprocess.run(
-            [sys.executable, *start, *arguments, *(STAND_IN if stand_in else ())], cwd=cwd or tmp_path,
-            env=environment(**extra), capture_output=True, text=True, timeout=120,
+            [sys.executable, *start, *arguments, *(STAND_IN if stand_in else ())],
+            cwd=cwd or tmp_path,
+            env=environment(**extra),
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
     return run
@@ -48,10 +52,15 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
 
     def begin(*arguments: str) -> subprocess.Popen:
         with open(tmp_path / "output.txt", "a") as output:
-            running.append(subprocess.Popen(
-                [sys.executable, "-m", "titanyaml", *arguments, *STAND_IN], cwd=tmp_path, env=environment(),
-                stdout=output, stderr=output,
-            ))
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "titanyaml", *arguments, *STAND_IN],
+                    cwd=tmp_path,
+                    env=environment(),
+                    stdout=output,
+                    stderr=output,
+                )
+            )
         return running[-1]
 
     yield begin

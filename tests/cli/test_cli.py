@@ -148,8 +148,18 @@ def test_a_replay_is_a_new_run_of_the_same_configuration(cli: Cli, tmp_path: Pat
     assert status(old)["config_hash"] == status(new)["config_hash"]
     assert (starts(old), starts(new), steps(new)) == (1, 1, [1, 2])
     # an override of a group's key still reaches the plugin
-    shown = cli("--config-path", relative, "--config-name", "config", "ac.mode=none", "--cfg", "job", "--resolve", "-p",
-                "pipeline.plugins.ac")
+    shown = cli(
+        "--config-path",
+        relative,
+        "--config-name",
+        "config",
+        "ac.mode=none",
+        "--cfg",
+        "job",
+        "--resolve",
+        "-p",
+        "pipeline.plugins.ac",
+    )
     assert "mode: none" in shown.stdout, shown.stderr
 
 

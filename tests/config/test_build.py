@@ -19,8 +19,16 @@ HERE = f"{__name__}.Picky"
 
 
 def test_reserved_keys_are_no_arguments() -> None:
-    node = {"_target_": "fractions.Fraction", "numerator": 3, "denominator": 4, "_stage_": "model", "_after_": ["tp"],
-            "_before_": [], "_requires_": [], "_conflicts_": []}
+    node = {
+        "_target_": "fractions.Fraction",
+        "numerator": 3,
+        "denominator": 4,
+        "_stage_": "model",
+        "_after_": ["tp"],
+        "_before_": [],
+        "_requires_": [],
+        "_conflicts_": [],
+    }
     assert build.instantiate(node) == Fraction(3, 4)
     assert len(node) == 8, "the node itself is not changed"
 
@@ -36,10 +44,14 @@ def test_locate(target: str, found) -> None:
     assert callable(build.locate(target))
 
 
-@pytest.mark.parametrize(("target", "text"), [
-    ("fractions.Frction", "fractions has no 'Frction'"), ("no_such.thing", "no module 'no_such'"),
-    ("x", "no module 'x'"),
-])
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("fractions.Frction", "fractions has no 'Frction'"),
+        ("no_such.thing", "no module 'no_such'"),
+        ("x", "no module 'x'"),
+    ],
+)
 def test_locate_says_what_is_missing(target: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         build.locate(target)
@@ -52,11 +64,14 @@ def test_a_module_that_fails_by_itself_is_not_called_missing(tmp_path, monkeypat
         build.locate("needs_more.Thing")
 
 
-@pytest.mark.parametrize(("node", "text"), [
-    ({"_target_": "fractions.Fraction", "num": 3}, "unexpected keyword argument 'num'"),
-    ({"_target_": "os.system", "command": "true"}, "blocklisted"),
-    ({"_target_": "no_such.Thing"}, "no_such"),
-])
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        ({"_target_": "fractions.Fraction", "num": 3}, "unexpected keyword argument 'num'"),
+        ({"_target_": "os.system", "command": "true"}, "blocklisted"),
+        ({"_target_": "no_such.Thing"}, "no_such"),
+    ],
+)
 def test_instantiate_explains(node: dict, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         build.instantiate(node)

@@ -11,12 +11,26 @@ from titanyaml.config import check, schema
 @pytest.fixture
 def inspect():
     """``inspect({"optim.lr": "abc"})``: the defaults of a small model with these values put in, untyped."""
-    base = OmegaConf.to_container(OmegaConf.structured(schema.Config(
-        model=schema.Model(name="m", vocab_size=300, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=8,
-                           max_seq_len=64),
-        data=schema.Data(kind="stdlib"), tokenizer=schema.Tokenizer(kind="bytes"),
-        runner=schema.Runner(name="train", _target_="titanyaml.runner.train.train"),
-    )), resolve=False)
+    base = OmegaConf.to_container(
+        OmegaConf.structured(
+            schema.Config(
+                model=schema.Model(
+                    name="m",
+                    vocab_size=300,
+                    dim=8,
+                    num_layers=1,
+                    num_heads=2,
+                    num_kv_heads=1,
+                    ffn_dim=8,
+                    max_seq_len=64,
+                ),
+                data=schema.Data(kind="stdlib"),
+                tokenizer=schema.Tokenizer(kind="bytes"),
+                runner=schema.Runner(name="train", _target_="titanyaml.runner.train.train"),
+            )
+        ),
+        resolve=False,
+    )
 
     def walked(values: dict | None = None, *, partial: bool = False) -> check.Tree:
         cfg = OmegaConf.create(base)
@@ -46,16 +60,19 @@ def test_the_defaults_are_right(inspect) -> None:
     assert tree.literal["train"]["seq_len"] == "${titan.min:${model.max_seq_len},8192}"
 
 
-@pytest.mark.parametrize(("key", "near"), [
-    ("optim.lrr", "optim.lr"),
-    ("optm", "optim"),
-    ("model.rope_scale", "model.rope_scaling"),
-    ("optim.warmup_steps", "schedule.warmup_steps"),  # right name, wrong section
-    ("trian.steps", "train"),
-    ("optim.groups_", "optim.groups"),
-])
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("optim.lrr", "optim.lr"),
+        ("optm", "optim"),
+        ("model.rope_scale", "model.rope_scaling"),
+        ("optim.warmup_steps", "schedule.warmup_steps"),  # right name, wrong section
+        ("trian.steps", "train"),
+        ("optim.groups_", "optim.groups"),
+    ],
+)
 def test_unknown_keys_name_the_nearest(inspect, key: str, near: str) -> None:
-    problem, = inspect({key: 1}).problems
+    (problem,) = inspect({key: 1}).problems
     assert problem.message == f"unknown key; did you mean {near}?"
 
 
@@ -67,8 +84,10 @@ def test_items_of_a_list_are_among_its_choices(one) -> None:
 
 def test_a_list_with_choices_names_them(one) -> None:
     problem = one("compile.async_tp_ops", "all_gather")
-    assert (problem.allowed, problem.hint) == ("a list of all_gather, reduce_scatter, auto",
-                                               "compile.async_tp_ops=[all_gather]")
+    assert (problem.allowed, problem.hint) == (
+        "a list of all_gather, reduce_scatter, auto",
+        "compile.async_tp_ops=[all_gather]",
+    )
 
 
 def test_unknown_key_like_nothing(one) -> None:
@@ -76,14 +95,21 @@ def test_unknown_key_like_nothing(one) -> None:
 
 
 def test_unknown_key_in_a_list_of_sections(inspect) -> None:
-    problem, = inspect({"optim.groups": [{"pattern": "a", "lr": 1}]}).problems
+    (problem,) = inspect({"optim.groups": [{"pattern": "a", "lr": 1}]}).problems
     assert (problem.key, problem.message) == ("optim.groups[0].lr", "unknown key; did you mean optim.lr?")
 
 
-@pytest.mark.parametrize(("key", "value", "got"), [
-    ("train.steps", 1e3, 1000), ("train.steps", 7, 7), ("optim.lr", 1, 1.0), ("run.name", 2024, "2024"),
-    ("train.max_norm", None, None), ("data.validation_fraction", 0, 0.0),
-])
+@pytest.mark.parametrize(
+    ("key", "value", "got"),
+    [
+        ("train.steps", 1e3, 1000),
+        ("train.steps", 7, 7),
+        ("optim.lr", 1, 1.0),
+        ("run.name", 2024, "2024"),
+        ("train.max_norm", None, None),
+        ("data.validation_fraction", 0, 0.0),
+    ],
+)
 def test_values_that_are_taken(inspect, key: str, value, got) -> None:
     tree = inspect({key: value})
     assert tree.problems == []
@@ -91,30 +117,33 @@ def test_values_that_are_taken(inspect, key: str, value, got) -> None:
     assert tree.values[section][name] == got and type(tree.values[section][name]) is type(got)
 
 
-@pytest.mark.parametrize(("key", "value", "allowed", "hint"), [
-    ("train.steps", "10k", "an integer >= 1", ""),
-    ("train.steps", 1.5, "an integer >= 1", "train.steps=1 or train.steps=2"),
-    ("train.steps", "010", "an integer >= 1", ""),
-    ("train.steps", True, "an integer >= 1", ""),
-    ("train.steps", 0, "an integer >= 1", "train.steps=1"),
-    ("train.steps", None, "an integer >= 1", ""),
-    ("train.global_batch", "x", "an integer >= 1, or null", ""),
-    ("optim.lr", "3e-4x", "a finite number > 0", ""),
-    ("optim.lr", float("nan"), "a finite number > 0", ""),
-    ("optim.lr", float("inf"), "a finite number > 0", ""),
-    ("optim.lr", 0, "a finite number > 0", ""),
-    ("optim.beta1", 1, "a finite number >= 0 and < 1", ""),
-    ("schedule.min_lr_ratio", 2, "a finite number >= 0 and <= 1", "schedule.min_lr_ratio=1"),
-    ("run.deterministic", "yes", "true or false", "run.deterministic=true"),
-    ("run.deterministic", 0, "true or false", "run.deterministic=false"),
-    ("run.name", 1e3, "a text", "'run.name=\"1000.0\"'"),
-    ("run.name", True, "a text", "'run.name=\"true\"'"),
-    ("schedule.kind", "cosin", "cosine, linear, wsd, constant", "schedule.kind=cosine"),
-    ("optim", 3, "a section with name, lr, beta1, beta2, eps, weight_decay, implementation, master, groups", ""),
-    ("optim", None, "a section", ""),
-    ("optim.groups", 3, "a list of sections", "optim.groups=[3]"),
-    ("user", 3, "a mapping of names to values", ""),
-])
+@pytest.mark.parametrize(
+    ("key", "value", "allowed", "hint"),
+    [
+        ("train.steps", "10k", "an integer >= 1", ""),
+        ("train.steps", 1.5, "an integer >= 1", "train.steps=1 or train.steps=2"),
+        ("train.steps", "010", "an integer >= 1", ""),
+        ("train.steps", True, "an integer >= 1", ""),
+        ("train.steps", 0, "an integer >= 1", "train.steps=1"),
+        ("train.steps", None, "an integer >= 1", ""),
+        ("train.global_batch", "x", "an integer >= 1, or null", ""),
+        ("optim.lr", "3e-4x", "a finite number > 0", ""),
+        ("optim.lr", float("nan"), "a finite number > 0", ""),
+        ("optim.lr", float("inf"), "a finite number > 0", ""),
+        ("optim.lr", 0, "a finite number > 0", ""),
+        ("optim.beta1", 1, "a finite number >= 0 and < 1", ""),
+        ("schedule.min_lr_ratio", 2, "a finite number >= 0 and <= 1", "schedule.min_lr_ratio=1"),
+        ("run.deterministic", "yes", "true or false", "run.deterministic=true"),
+        ("run.deterministic", 0, "true or false", "run.deterministic=false"),
+        ("run.name", 1e3, "a text", "'run.name=\"1000.0\"'"),
+        ("run.name", True, "a text", "'run.name=\"true\"'"),
+        ("schedule.kind", "cosin", "cosine, linear, wsd, constant", "schedule.kind=cosine"),
+        ("optim", 3, "a section with name, lr, beta1, beta2, eps, weight_decay, implementation, master, groups", ""),
+        ("optim", None, "a section", ""),
+        ("optim.groups", 3, "a list of sections", "optim.groups=[3]"),
+        ("user", 3, "a mapping of names to values", ""),
+    ],
+)
 def test_values_that_are_refused(one, key: str, value, allowed: str, hint: str) -> None:
     problem = one(key, value)
     assert problem.key == key
@@ -133,7 +162,7 @@ def test_optional_sections(inspect) -> None:
     tree = inspect({"model.rope_scaling": {"factor": 4}})
     assert tree.problems == [] and tree.values["model"]["rope_scaling"] == {"factor": 4.0}
     assert inspect({"model.rope_scaling": None}).problems == []
-    problem, = inspect({"model.rope_scaling": {"factr": 4}}).problems
+    (problem,) = inspect({"model.rope_scaling": {"factr": 4}}).problems
     assert problem.hint == "model.rope_scaling.factor=4"
 
 
@@ -148,15 +177,23 @@ def test_a_reference_to_a_missing_value_is_told_once(inspect) -> None:
     assert [p.key for p in inspect({"model.max_seq_len": "???"}).problems] == ["model.max_seq_len"]
 
 
-@pytest.mark.parametrize(("key", "value", "message", "hint"), [
-    ("run.name", "${modle.name}", "'${modle.name}' refers to modle.name, which does not exist", "${model.name}"),
-    ("run.name", "x-${optim.lrr}", "'x-${optim.lrr}' refers to optim.lrr, which does not exist", "${optim.lr}"),
-    ("run.name", "${titan.mni:1,2}", "'${titan.mni:1,2}' uses the unknown resolver 'titan.mni'", "${titan.min:...}"),
-    ("run.name", "${run.name}", "'${run.name}' cannot be resolved: Recursive interpolation detected", ""),
-    ("train.steps", "${oc.env:NO_SUCH_VARIABLE}", "Environment variable 'NO_SUCH_VARIABLE' not found", ""),
-    ("user.x", ["${nope}"], "'${nope}' refers to nope, which does not exist", ""),
-    ("run.dir", "${hydra:runtime.output_dir}", "needs Hydra's run time", ""),
-])
+@pytest.mark.parametrize(
+    ("key", "value", "message", "hint"),
+    [
+        ("run.name", "${modle.name}", "'${modle.name}' refers to modle.name, which does not exist", "${model.name}"),
+        ("run.name", "x-${optim.lrr}", "'x-${optim.lrr}' refers to optim.lrr, which does not exist", "${optim.lr}"),
+        (
+            "run.name",
+            "${titan.mni:1,2}",
+            "'${titan.mni:1,2}' uses the unknown resolver 'titan.mni'",
+            "${titan.min:...}",
+        ),
+        ("run.name", "${run.name}", "'${run.name}' cannot be resolved: Recursive interpolation detected", ""),
+        ("train.steps", "${oc.env:NO_SUCH_VARIABLE}", "Environment variable 'NO_SUCH_VARIABLE' not found", ""),
+        ("user.x", ["${nope}"], "'${nope}' refers to nope, which does not exist", ""),
+        ("run.dir", "${hydra:runtime.output_dir}", "needs Hydra's run time", ""),
+    ],
+)
 def test_interpolations_that_lead_nowhere(inspect, key: str, value, message: str, hint: str) -> None:
     problem = next(p for p in inspect({key: value}).problems if p.key.startswith(key))
     assert message in problem.message
@@ -174,22 +211,34 @@ def test_a_reference_to_a_wrong_value_is_told_once(inspect) -> None:
 
 
 def test_text_that_would_come_alive_is_refused(inspect) -> None:
-    problem, = inspect({"run.name": r"a\${x}"}).problems
+    (problem,) = inspect({"run.name": r"a\${x}"}).problems
     assert problem.key == "run.name" and "without '${'" in problem.allowed
 
 
-@pytest.mark.parametrize(("values", "key", "hint"), [
-    ({"data.max_files": 3, "data.kind": "synthetic"}, "data.max_files",
-     "data.max_files=null or data.kind=stdlib or data.kind=files"),
-    ({"runner.prompt": "x"}, "runner.prompt", "'runner.prompt=\"def \"' or runner.name=sample"),
-    ({"quant.product": "own", "quant.grad_dtype": "e4m3", "quant.recipe": "mxfp8"}, "quant.product",
-     "quant.product=torchao quant.grad_dtype=auto or quant.recipe=float8_tensorwise or quant.recipe=float8_rowwise or "
-     "quant.recipe=float8_rowwise_with_gw_hp"),
-    ({"tokenizer.vocab_size": 300}, "tokenizer.vocab_size",
-     "tokenizer.vocab_size=null or tokenizer.kind=sentencepiece"),
-])
+@pytest.mark.parametrize(
+    ("values", "key", "hint"),
+    [
+        (
+            {"data.max_files": 3, "data.kind": "synthetic"},
+            "data.max_files",
+            "data.max_files=null or data.kind=stdlib or data.kind=files",
+        ),
+        ({"runner.prompt": "x"}, "runner.prompt", "'runner.prompt=\"def \"' or runner.name=sample"),
+        (
+            {"quant.product": "own", "quant.grad_dtype": "e4m3", "quant.recipe": "mxfp8"},
+            "quant.product",
+            "quant.product=torchao quant.grad_dtype=auto or quant.recipe=float8_tensorwise or quant.recipe=float8_rowwise "
+            "or quant.recipe=float8_rowwise_with_gw_hp",
+        ),
+        (
+            {"tokenizer.vocab_size": 300},
+            "tokenizer.vocab_size",
+            "tokenizer.vocab_size=null or tokenizer.kind=sentencepiece",
+        ),
+    ],
+)
 def test_a_key_that_nothing_reads_is_refused(inspect, values: dict, key: str, hint: str) -> None:
-    problem, = inspect(values).problems
+    (problem,) = inspect(values).problems
     assert problem.key == key and "but nothing reads it" in problem.message
     assert problem.hint == hint
 

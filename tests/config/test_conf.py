@@ -28,8 +28,10 @@ COMPANIONS = {
     ("data", "files"): ["data.paths=[conf]"],
     ("data", "hf"): ["data.dataset=name"],
     ("tokenizer", "hf"): ["tokenizer.path=tokenizer.json"],
-    **{("quant", name): ["quant.emulate=true"] for name in (
-        "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")},
+    **{
+        ("quant", name): ["quant.emulate=true"]
+        for name in ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")
+    },
     ("kernels", "fused"): ["runner=check"],
     ("runner", "eval"): ["runner.checkpoint=."],
     ("runner", "sample"): ["runner.checkpoint=.", "parallel=single"],
@@ -78,8 +80,10 @@ def test_a_default_is_written_once(group: str, option: str) -> None:
 def test_an_option_chooses_for_others_openly() -> None:
     """Runners leave out what they do not need; a device brings its links."""
     choosing = {option for option in OPTIONS if "defaults:" in (CONF / option[0] / f"{option[1]}.yaml").read_text()}
-    devices = {("hardware", name) for name in ("a100_40gb", "a100_80gb", "b200", "gh200", "h100_500w",
-                                                "h100_pcie", "h100_sxm", "h200")}
+    devices = {
+        ("hardware", name)
+        for name in ("a100_40gb", "a100_80gb", "b200", "gh200", "h100_500w", "h100_pcie", "h100_sxm", "h200")
+    }
     assert choosing == {("runner", "bench"), ("runner", "plan")} | devices
 
 
@@ -115,9 +119,16 @@ PUBLISHED = [
     ("qwen3_32b", 151936, 5120, 64, 64, 8, 128, 25600, 40960, 1e6, 1e-6, None, False),
 ]
 #: Parameters, a tied weight counted once (the published totals).
-TOTALS = {"llama3_1b": 1_235_814_400, "llama3_3b": 3_212_749_824, "llama3_8b": 8_030_261_248,
-          "llama3_70b": 70_553_706_496, "llama3_405b": 405_853_388_800, "qwen3_0_6b": 596_049_920,
-          "qwen3_8b": 8_190_735_360, "qwen3_32b": 32_762_123_264}
+TOTALS = {
+    "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+}
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row[0])
@@ -125,9 +136,21 @@ def test_architectures_are_the_published_ones(compose, row: tuple) -> None:
     model = compose(f"model={row[0]}").model
     head_dim = model.head_dim or model.dim // model.num_heads
     factor = model.rope_scaling and model.rope_scaling.factor
-    assert row == (model.name, model.vocab_size, model.dim, model.num_layers, model.num_heads, model.num_kv_heads,
-                   head_dim, model.ffn_dim, model.max_seq_len, model.rope_theta, model.norm_eps, factor,
-                   model.tie_embeddings)
+    assert row == (
+        model.name,
+        model.vocab_size,
+        model.dim,
+        model.num_layers,
+        model.num_heads,
+        model.num_kv_heads,
+        head_dim,
+        model.ffn_dim,
+        model.max_seq_len,
+        model.rope_theta,
+        model.norm_eps,
+        factor,
+        model.tie_embeddings,
+    )
     if factor:
         scaling = model.rope_scaling
         assert (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_seq_len) == (1.0, 4.0, 8192)

@@ -18,8 +18,13 @@ Compose = Callable[..., DictConfig]
 def test_all_is_resolved_but_identity_and_references(compose: Compose) -> None:
     tree = yaml.safe_load(dump.to_yaml(compose("model=llama3_debug", "run.name=n", "+user.twice='${train.steps}'")))
     assert tree["defaults"] == ["config_schema", "titan_hydra", "_self_"]
-    assert tree["run"] == {"name": "n", "id": schema.Run().id, "dir": schema.Run().dir, "seed": 0,
-                           "deterministic": False}
+    assert tree["run"] == {
+        "name": "n",
+        "id": schema.Run().id,
+        "dir": schema.Run().dir,
+        "seed": 0,
+        "deterministic": False,
+    }
     assert tree["train"]["seq_len"] == compose("model=llama3_debug").train.seq_len
     assert tree["user"] == {"twice": schema.Train().steps}
     assert tree["pipeline"]["plugins"]["ac"] == "${ac}"
@@ -76,9 +81,7 @@ def test_text_that_would_come_alive_is_refused(compose: Compose) -> None:
 def test_a_difference_names_keys_and_both_values() -> None:
     old = {"a": {"b": 1, "c": [1, 2]}, "gone": {"x": 1}, "same": None}
     new = {"a": {"b": 2, "c": [1, 3]}, "gone": None, "same": None, "new": "n"}
-    assert dump.changes(old, new) == {
-        "a.b": (1, 2), "a.c": ([1, 2], [1, 3]), "gone.x": (1, None), "new": (None, "n")
-    }
+    assert dump.changes(old, new) == {"a.b": (1, 2), "a.c": ([1, 2], [1, 3]), "gone.x": (1, None), "new": (None, "n")}
     assert dump.diff(old, new)[0] == "a.b: 1 -> 2"
     assert dump.diff(old, old) == []
 

@@ -40,8 +40,12 @@ def test_files_elsewhere_are_absolute_and_packages_have_paths(tmp_path, monkeypa
     packaged = File("pkg://titanyaml.conf", "model/llama3_8b", "model", OmegaConf.create({"dim": 4096}))
     monkeypatch.chdir("/")
     assert Origins([], lambda: [packaged]).of("model.dim").endswith("conf/model/llama3_8b.yaml:5")
-    shipped = File("experiments://titanyaml.experiments", "experiment/lr_sweep", "_global_",
-                   OmegaConf.create({"run": {"name": "lr_sweep"}}))
+    shipped = File(
+        "experiments://titanyaml.experiments",
+        "experiment/lr_sweep",
+        "_global_",
+        OmegaConf.create({"run": {"name": "lr_sweep"}}),
+    )
     assert "experiments/lr_sweep.yaml:" in Origins([], lambda: [shipped]).of("run.name")
 
 

@@ -7,10 +7,17 @@ import pytest
 from titanyaml.config.products import ALL, HALF, NONE, kept
 
 
-@pytest.mark.parametrize(("share", "levels"), [
-    (0.0, [NONE] * 4), (0.25, [NONE, HALF, NONE, HALF]), (0.5, [HALF] * 4), (0.6, [HALF, HALF, HALF, ALL]),
-    (0.75, [HALF, ALL, HALF, ALL]), (1.0, [ALL] * 4),
-])
+@pytest.mark.parametrize(
+    ("share", "levels"),
+    [
+        (0.0, [NONE] * 4),
+        (0.25, [NONE, HALF, NONE, HALF]),
+        (0.5, [HALF] * 4),
+        (0.6, [HALF, HALF, HALF, ALL]),
+        (0.75, [HALF, ALL, HALF, ALL]),
+        (1.0, [ALL] * 4),
+    ],
+)
 def test_a_share_is_spread_evenly_over_the_blocks(share: float, levels: list[int]) -> None:
     assert kept(share, blocks=4) == levels
 

@@ -21,10 +21,19 @@ def test_slug_is_ten_hex_digits_whatever_the_order() -> None:
     assert first != resolvers.slug(["model=llama3_debug", "optim.lr=1e-4"])
 
 
-@pytest.mark.parametrize("extra", [
-    "sweep.on_failure=stop", "launch.nproc=2", "launch=external", "hydra.sweep.dir=x", "hydra/launcher=joblib",
-    "+launch.nproc=2", "++sweep.on_failure=stop", "~launch",
-])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "sweep.on_failure=stop",
+        "launch.nproc=2",
+        "launch=external",
+        "hydra.sweep.dir=x",
+        "hydra/launcher=joblib",
+        "+launch.nproc=2",
+        "++sweep.on_failure=stop",
+        "~launch",
+    ],
+)
 def test_slug_leaves_out_how_the_job_is_started(extra: str) -> None:
     assert resolvers.slug(["optim.lr=1e-3", extra]) == resolvers.slug(["optim.lr=1e-3"])
 

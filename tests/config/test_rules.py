@@ -18,7 +18,7 @@ RULES = {rule.name: rule for rule in table.RULES}
 
 @pytest.mark.parametrize("override", ["checkpoint.resume=", "run.dir=' '", "run.dir=/"])
 def test_an_empty_path_is_not_the_current_folder(report, override: str) -> None:
-    problem, = report(*BYTES, override).problems
+    (problem,) = report(*BYTES, override).problems
     assert problem.key == override.partition("=")[0]
 
 
@@ -55,8 +55,10 @@ def test_rule(ask, name: str) -> None:
     problem = ask(name, base + overrides)
     assert problem is not None
     assert text in problem.message
-    assert any(problem.key == key or problem.key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{problem.key}.")
-               for key in RULES[name].keys), "a rule speaks of a key that it reads"
+    assert any(
+        problem.key == key or problem.key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{problem.key}.")
+        for key in RULES[name].keys
+    ), "a rule speaks of a key that it reads"
     ways = [way for way in problem.hint.split(" or ") if way and "<" not in way]
     wrong = ask(name, base + overrides, everything=True)
     for way in ways:
@@ -66,10 +68,13 @@ def test_rule(ask, name: str) -> None:
     assert ways or name in ("runner_has_a_checkpoint", "group_patterns_compile")
 
 
-@pytest.mark.parametrize(("overrides", "hint"), [
-    (["quant=float8_rowwise", "quant.emulate=true", "quant.fast_accum=true"], "quant.fast_accum=null"),
-    (["quant.fsdp_float8_all_gather=true"], "quant.fsdp_float8_all_gather=false"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["quant=float8_rowwise", "quant.emulate=true", "quant.fast_accum=true"], "quant.fast_accum=null"),
+        (["quant.fsdp_float8_all_gather=true"], "quant.fsdp_float8_all_gather=false"),
+    ],
+)
 def test_a_value_that_a_rule_refuses_is_not_to_be_read(report, overrides: list[str], hint: str) -> None:
     """The schema offers what would make a key read; not where a rule refuses the key's value then."""
     unread, refused = report(*BYTES, *overrides).problems
@@ -97,21 +102,29 @@ def test_the_shipped_default_keeps_every_rule(compose) -> None:
     assert [rule.name for rule in table.RULES if rule.check(view) is not None] == []
 
 
-@pytest.mark.parametrize(("overrides", "hint"), [
-    (["model.num_heads=12", "model.num_kv_heads=5"], "model.num_kv_heads=4 or model.num_kv_heads=6"),
-    (["model.num_heads=8", "model.num_kv_heads=16"], "model.num_kv_heads=8"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["model.num_heads=12", "model.num_kv_heads=5"], "model.num_kv_heads=4 or model.num_kv_heads=6"),
+        (["model.num_heads=8", "model.num_kv_heads=16"], "model.num_kv_heads=8"),
+    ],
+)
 def test_nearest_kv_heads_on_both_sides(ask, overrides: list[str], hint: str) -> None:
     assert ask("kv_heads_divide_heads", overrides).hint == hint
 
 
-@pytest.mark.parametrize(("overrides", "hint"), [
-    (["train.global_batch=7", "train.local_batch=2"], "train.global_batch=6 or train.global_batch=8"),
-    (["train.global_batch=3", "train.local_batch=2", "parallel=fsdp2"], "train.global_batch=4"),
-    # dp_shard derived
-    (["train.global_batch=9", "train.local_batch=1", "launch.nproc=4"],
-     "train.global_batch=8 or train.global_batch=12"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["train.global_batch=7", "train.local_batch=2"], "train.global_batch=6 or train.global_batch=8"),
+        (["train.global_batch=3", "train.local_batch=2", "parallel=fsdp2"], "train.global_batch=4"),
+        # dp_shard derived
+        (
+            ["train.global_batch=9", "train.local_batch=1", "launch.nproc=4"],
+            "train.global_batch=8 or train.global_batch=12",
+        ),
+    ],
+)
 def test_nearest_batches(ask, overrides: list[str], hint: str) -> None:
     assert ask("global_batch_is_whole", overrides).hint == hint
 
@@ -133,29 +146,43 @@ def test_tensor_parallel_peers_share_no_data(ask) -> None:
 
 def test_the_whole_sequence_on_every_rank_need_not_divide(ask) -> None:
     overrides = ["parallel=tp4", "train.seq_len=510"]
-    hint = "parallel.tp=2 or train.seq_len=508 or train.seq_len=512 or " \
-           "parallel.tp_sequence_parallel=false"
+    hint = "parallel.tp=2 or train.seq_len=508 or train.seq_len=512 or parallel.tp_sequence_parallel=false"
     assert ask("tensor_ranks_share_the_sequence", overrides).hint == hint
 
 
-@pytest.mark.parametrize(("name", "overrides", "text"), [
-    ("gathering_ahead_has_blocks", ["parallel=tp2", "parallel.fsdp_prefetch=1"], "one rank gathers no weights"),
-    ("offload_has_a_device", ["parallel=tp2", "parallel.fsdp_cpu_offload=true"], "one data rank has no FSDP"),
-    ("freed_memory_is_a_devices", ["parallel=tp2", "parallel.fsdp_reuse_memory=true"], "one data rank has no FSDP"),
-])
+@pytest.mark.parametrize(
+    ("name", "overrides", "text"),
+    [
+        ("gathering_ahead_has_blocks", ["parallel=tp2", "parallel.fsdp_prefetch=1"], "one rank gathers no weights"),
+        ("offload_has_a_device", ["parallel=tp2", "parallel.fsdp_cpu_offload=true"], "one data rank has no FSDP"),
+        ("freed_memory_is_a_devices", ["parallel=tp2", "parallel.fsdp_reuse_memory=true"], "one data rank has no FSDP"),
+    ],
+)
 def test_options_of_fsdp_without_fsdp(ask, name: str, overrides: list[str], text: str) -> None:
     problem = ask(name, overrides)
     assert text in problem.message
     assert ask(name, [*overrides, problem.hint]) is None
 
 
-@pytest.mark.parametrize(("overrides", "hint"), [
-    # 6 heads, 3 key/value heads: the smallest degree that all sizes share
-    (["model.num_heads=6", "model.num_kv_heads=3", "model.dim=192", "model.ffn_dim=768", "model.vocab_size=4098",
-      "train.seq_len=510"], "parallel=tp3 or compile.async_tp=false"),
-    (["model.num_kv_heads=1"], "compile.async_tp=false"),
-    (["launch.nproc=1"], "parallel=tp2 launch.nproc=null or compile.async_tp=false"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        # 6 heads, 3 key/value heads: the smallest degree that all sizes share
+        (
+            [
+                "model.num_heads=6",
+                "model.num_kv_heads=3",
+                "model.dim=192",
+                "model.ffn_dim=768",
+                "model.vocab_size=4098",
+                "train.seq_len=510",
+            ],
+            "parallel=tp3 or compile.async_tp=false",
+        ),
+        (["model.num_kv_heads=1"], "compile.async_tp=false"),
+        (["launch.nproc=1"], "parallel=tp2 launch.nproc=null or compile.async_tp=false"),
+    ],
+)
 def test_async_tp_offers_a_degree_that_divides_the_model(ask, overrides: list[str], hint: str) -> None:
     assert ask("async_tp_has_ranks", [*BYTES, "compile.async_tp=true", *overrides]).hint == hint
 
@@ -167,9 +194,10 @@ def test_async_tp_is_compiled_where_a_gpu_is_or_a_mode_is_given(ask, monkeypatch
     assert ask("async_tp_is_compiled", overrides) is None
 
 
-@pytest.mark.parametrize(("overrides", "key"), [
-    (["optim=adamw_8bit"], "compile.optimizer"), (["optim.implementation=foreach"], "optim.implementation"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [(["optim=adamw_8bit"], "compile.optimizer"), (["optim.implementation=foreach"], "optim.implementation")],
+)
 def test_a_compiled_update_is_adamws_own(ask, overrides: list[str], key: str) -> None:
     problem = ask("compiled_optimizer_is_torchs", [*BYTES, "compile.optimizer=true", *overrides])
     assert problem.key == key
@@ -178,25 +206,33 @@ def test_a_compiled_update_is_adamws_own(ask, overrides: list[str], key: str) ->
         assert ask("compiled_optimizer_is_torchs", [*BYTES, "compile.optimizer=true", *overrides, *more]) is None
 
 
-@pytest.mark.parametrize(("overrides", "hint"), [
-    (["parallel=pp4", "parallel.pp_schedule=ZBVZeroBubble", "train.global_batch=16"], "train.global_batch=28"),
-    (["parallel=pp2", "parallel.pp_schedule=Interleaved1F1B", "train.global_batch=28"],
-     "train.global_batch=24 or train.global_batch=32"),
-    (["parallel=single", "parallel.pp=-1", "launch.nproc=3", "train.global_batch=8"], "train.global_batch=12"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["parallel=pp4", "parallel.pp_schedule=ZBVZeroBubble", "train.global_batch=16"], "train.global_batch=28"),
+        (
+            ["parallel=pp2", "parallel.pp_schedule=Interleaved1F1B", "train.global_batch=28"],
+            "train.global_batch=24 or train.global_batch=32",
+        ),
+        (["parallel=single", "parallel.pp=-1", "launch.nproc=3", "train.global_batch=8"], "train.global_batch=12"),
+    ],
+)
 def test_smallest_batch_that_fills_the_pipe(ask, overrides: list[str], hint: str) -> None:
     assert ask("pipeline_is_full", overrides).hint == hint
 
 
-@pytest.mark.parametrize(("rows", "problem"), [
-    ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1", "row 2 (rank 1): the backward 1B1 (or 1I1 and 1W1) is missing"),
-    ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1,1F1", "row 2 (rank 1), column 3: 1B1 comes before 1F1"),
-    ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "row 1 (rank 0), column 2: deadlock: 0B0 waits for 1B0"),
-    ("0F0,0B0\n1F0,1C0", "row 2 (rank 1), column 2: '1C0' is no action"),
-])
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1", "row 2 (rank 1): the backward 1B1 (or 1I1 and 1W1) is missing"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1,1F1", "row 2 (rank 1), column 3: 1B1 comes before 1F1"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "row 1 (rank 0), column 2: deadlock: 0B0 waits for 1B0"),
+        ("0F0,0B0\n1F0,1C0", "row 2 (rank 1), column 2: '1C0' is no action"),
+    ],
+)
 def test_a_broken_schedule_is_refused_before_a_rank_starts(report, tmp_path, rows: str, problem: str) -> None:
     (tmp_path / "broken.csv").write_text(rows)
-    found, = report(*BYTES, "parallel=pp2", f"parallel.pp_schedule_csv={tmp_path}/broken.csv").problems
+    (found,) = report(*BYTES, "parallel=pp2", f"parallel.pp_schedule_csv={tmp_path}/broken.csv").problems
     assert found.key == "parallel.pp_schedule_csv"
     assert problem in found.message
 
@@ -223,13 +259,20 @@ def test_torchrun_gives_the_ranks(ask, monkeypatch) -> None:
     assert ask("mesh_fits_ranks", ["launch=external", "parallel=fsdp2"]) is None
 
 
-@pytest.mark.parametrize(("compute", "param", "reduced", "legal"), [
-    ("float64", "float64", "float64", True), ("auto", "float32", "float32", True),
-    ("float32", "float32", "float32", True), ("bfloat16", "float32", "bfloat16", True),
-    ("bfloat16", "float32", "float32", True),
-    ("float64", "float32", "float32", False), ("float64", "float64", "float32", False),
-    ("float32", "float32", "float64", False), ("auto", "float32", "bfloat16", False),
-])
+@pytest.mark.parametrize(
+    ("compute", "param", "reduced", "legal"),
+    [
+        ("float64", "float64", "float64", True),
+        ("auto", "float32", "float32", True),
+        ("float32", "float32", "float32", True),
+        ("bfloat16", "float32", "bfloat16", True),
+        ("bfloat16", "float32", "float32", True),
+        ("float64", "float32", "float32", False),
+        ("float64", "float64", "float32", False),
+        ("float32", "float32", "float64", False),
+        ("auto", "float32", "bfloat16", False),
+    ],
+)
 def test_dtype_combinations(ask, compute: str, param: str, reduced: str, legal: bool) -> None:
     overrides = [f"train.compute_dtype={compute}", f"train.param_dtype={param}", f"train.reduce_dtype={reduced}"]
     found = [ask("float64_is_everywhere", overrides), ask("reduction_is_as_wide_as_compute", overrides)]
@@ -248,8 +291,9 @@ def test_packages_are_installed_by_setup(row: tuple) -> None:
 
 
 def test_all_rules_are_asked_and_collected(compose) -> None:
-    found = table.check_rules(compose(*BYTES, "model.num_kv_heads=3", "train.seq_len=600", "schedule=wsd",
-                                      "schedule.decay_steps=300"))
+    found = table.check_rules(
+        compose(*BYTES, "model.num_kv_heads=3", "train.seq_len=600", "schedule=wsd", "schedule.decay_steps=300")
+    )
     assert [problem.key for problem in found] == ["model.num_kv_heads", "train.seq_len", "schedule.warmup_steps"]
 
 
@@ -268,18 +312,23 @@ def test_parameter_count_is_the_published_one(compose) -> None:
     assert num_parameters(compose("model=llama3_1b").model) == pytest.approx(1_235_814_400, rel=1e-3)
 
 
-@pytest.mark.parametrize(("overrides", "text"), [
-    (["parallel=fsdp2_pp2"], "parallel.pp is above 1"),
-    (["parallel=fsdp2", "parallel.fsdp_cpu_offload=true"], "gradients go to host memory"),
-    (["parallel=fsdp2", "train.local_batch=2", "train.global_batch=8"], "takes several backward passes"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["parallel=fsdp2_pp2"], "parallel.pp is above 1"),
+        (["parallel=fsdp2", "parallel.fsdp_cpu_offload=true"], "gradients go to host memory"),
+        (["parallel=fsdp2", "train.local_batch=2", "train.global_batch=8"], "takes several backward passes"),
+    ],
+)
 def test_freed_memory_takes_whole_gradients_alone(ask, overrides, text) -> None:
     name, overrides = "freed_memory_takes_whole_gradients", [*overrides, "parallel.fsdp_reuse_memory=true"]
     problem = ask(name, overrides)
     assert text in problem.message
     assert ask(name, [*overrides, problem.hint]) is None
-    assert ask(name, ["parallel=fsdp2", "train.local_batch=2", "train.global_batch=4",
-                      "parallel.fsdp_reuse_memory=true"]) is None
+    assert (
+        ask(name, ["parallel=fsdp2", "train.local_batch=2", "train.global_batch=4", "parallel.fsdp_reuse_memory=true"])
+        is None
+    )
 
 
 def test_an_empty_text_filters_nothing(ask) -> None:

@@ -49,13 +49,16 @@ def test_mesh_source_is_a_group_of_one_name(mesh) -> None:
     assert mesh.is_config("parallel/tp8") and not mesh.is_config("model/tp8") and not mesh.is_config("parallel/tp8_tp2")
 
 
-@pytest.mark.parametrize(("typed", "some", "never"), [
-    ("fs", ["fsdp2", "fsdp64"], "hsdp"),
-    ("fsdp2_", ["fsdp2_ddp2"], "fsdp2_fsdp"),
-    ("hsdp2x", ["hsdp2x2", "hsdp2x64"], "_"),
-    ("hsdp2x2_", ["hsdp2x2_tp2"], "hsdp2x2_ddp"),
-    ("hsdp2x2_tp2_", ["hsdp2x2_tp2_cp2", "hsdp2x2_tp2_pp2"], "hsdp2x2_tp2_tp"),
-])
+@pytest.mark.parametrize(
+    ("typed", "some", "never"),
+    [
+        ("fs", ["fsdp2", "fsdp64"], "hsdp"),
+        ("fsdp2_", ["fsdp2_ddp2"], "fsdp2_fsdp"),
+        ("hsdp2x", ["hsdp2x2", "hsdp2x64"], "_"),
+        ("hsdp2x2_", ["hsdp2x2_tp2"], "hsdp2x2_ddp"),
+        ("hsdp2x2_tp2_", ["hsdp2x2_tp2_cp2", "hsdp2x2_tp2_pp2"], "hsdp2x2_tp2_tp"),
+    ],
+)
 def test_completion_of_mesh_names(mesh, monkeypatch, typed: str, some: list[str], never: str) -> None:
     monkeypatch.setenv("COMP_LINE", f"titanyaml -m model=llama3_debug parallel={typed}")
     names = mesh.list("parallel", ObjectType.CONFIG)
@@ -95,11 +98,13 @@ def test_a_package_joins_by_an_entry_point(tmp_path, monkeypatch, compose) -> No
     (package / "plugin").mkdir(parents=True)
     (package / "__init__.py").write_text("")
     (package / "plugin" / "noise.yaml").write_text(
-        "# @package pipeline.plugins\nnoise:\n  _target_: their_code.Noise\n  amount: 0.5\n")
+        "# @package pipeline.plugins\nnoise:\n  _target_: their_code.Noise\n  amount: 0.5\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     point = EntryPoint("their", "their_conf", search_path.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(search_path, "entry_points",
-                        lambda group: [point] if group == search_path.ENTRY_POINT_GROUP else [])
+    monkeypatch.setattr(
+        search_path, "entry_points", lambda group: [point] if group == search_path.ENTRY_POINT_GROUP else []
+    )
     for override in ("plugin=[noise]", "plugin=noise"):
         nodes = compose(override).pipeline.plugins
         assert nodes.noise == {"_target_": "their_code.Noise", "amount": 0.5}
@@ -110,7 +115,8 @@ def test_our_configuration_is_found_behind_a_users_folder(tmp_path) -> None:
     """``--config-path``: a replayed run, or a user's own primary configuration."""
     store.register()
     (tmp_path / "config.yaml").write_text(
-        "defaults: [config_schema, titan_hydra, model: llama3_debug, parallel: fsdp2, _self_]\ntrain: {steps: 7}\n")
+        "defaults: [config_schema, titan_hydra, model: llama3_debug, parallel: fsdp2, _self_]\ntrain: {steps: 7}\n"
+    )
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         cfg = hydra_compose("config", return_hydra_config=True)
     assert (cfg.train.steps, cfg.parallel.dp_shard, cfg.model.dim) == (7, 2, 256)

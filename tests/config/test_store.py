@@ -40,16 +40,40 @@ def test_jobs_of_hydra_log_nothing_to_files(compose) -> None:
     assert hydra.output_subdir is None
 
 
-MODULES = ["build", "check", "degrees", "hints", "hydra_hook", "keys", "kinds", "layers", "nearest", "origins",
-           "overrides", "plugin_nodes", "products", "ranks", "report", "resolvers", "rules", "schema", "search",
-           "store", "targets", "trained", "view"]
+MODULES = [
+    "build",
+    "check",
+    "degrees",
+    "hints",
+    "hydra_hook",
+    "keys",
+    "kinds",
+    "layers",
+    "nearest",
+    "origins",
+    "overrides",
+    "plugin_nodes",
+    "products",
+    "ranks",
+    "report",
+    "resolvers",
+    "rules",
+    "schema",
+    "search",
+    "store",
+    "targets",
+    "trained",
+    "view",
+]
 
 
 def test_no_module_and_no_check_imports_torch() -> None:
     imports = "; ".join(f"import titanyaml.config.{name}" for name in MODULES)
-    program = (f"import sys; {imports}; from titanyaml.config.hydra.report import compose_report; "
-               "problems = compose_report(['ac=full', 'tokenizer=bytes', 'optim.lrr=1']).problems; "
-               "assert len(problems) == 1, problems; assert 'torch' not in sys.modules")
+    program = (
+        f"import sys; {imports}; from titanyaml.config.hydra.report import compose_report; "
+        "problems = compose_report(['ac=full', 'tokenizer=bytes', 'optim.lrr=1']).problems; "
+        "assert len(problems) == 1, problems; assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -40,14 +40,10 @@ def ids(run: list[list[Batch]]) -> list[list[int]]:
 @pytest.mark.parametrize("source", ["windows", "stream"])
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("local", [1, 2])
-def test_the_mesh_changes_nothing(
-    packed: Callable, stream: Callable, source: str, degree: int, local: int
-) -> None:
+def test_the_mesh_changes_nothing(packed: Callable, stream: Callable, source: str, degree: int, local: int) -> None:
     dataset = packed() if source == "windows" else stream()
     alone = steps(dataset, 20)
-    ranks = [
-        steps(dataset, 20, data_rank=rank, data_degree=degree, local_batch=local) for rank in range(degree)
-    ]
+    ranks = [steps(dataset, 20, data_rank=rank, data_degree=degree, local_batch=local) for rank in range(degree)]
     for number, step in enumerate(alone):
         assert [len(run[number]) for run in ranks] == [8 // (degree * local)] * degree
         together = [row for forward in zip(*(run[number] for run in ranks), strict=True) for row in rows(list(forward))]
@@ -124,9 +120,7 @@ def test_tensors_are_as_promised(packed: Callable) -> None:
 
 def test_fewer_samples_than_a_step_wrap_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "titanyaml"):
-        run = [
-            ids(steps(Numbers(3), 3, data_rank=rank, data_degree=2, local_batch=2)) for rank in range(2)
-        ]
+        run = [ids(steps(Numbers(3), 3, data_rank=rank, data_degree=2, local_batch=2)) for rank in range(2)]
     counts = Counter(itertools.chain(*itertools.chain(*run)))
     assert counts == {0: 8, 1: 8, 2: 8}
     assert caplog.text.count("fewer than a step's 8") == 1

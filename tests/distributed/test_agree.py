@@ -52,12 +52,15 @@ def compare(rank: int, broken: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("broken", "message"), [
-    ("", ""),
-    ("weight", "rank 3 holds another weight than rank 1, although they are copies of one"),
-    ("norm", "rank 3 holds another norm than rank 0, although they are copies of one"),
-    ("buffer", "rank 3 holds another buffer than rank 0, although they are copies of one"),
-])
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("", ""),
+        ("weight", "rank 3 holds another weight than rank 1, although they are copies of one"),
+        ("norm", "rank 3 holds another norm than rank 0, although they are copies of one"),
+        ("buffer", "rank 3 holds another buffer than rank 0, although they are copies of one"),
+    ],
+)
 def test_copies_are_equal_and_shards_need_not_be(broken: str, message: str) -> None:
     assert run_ranks(compare, 4, broken) == [message] * 4
 

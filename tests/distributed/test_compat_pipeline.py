@@ -60,7 +60,8 @@ def test_the_graph_lives_until_the_backward_by_weight() -> None:
     (grad_x,), groups = stage.backward_maybe_with_nosync("input", forward)
     assert len(held) > 0
     stage.backward_maybe_with_nosync("weight", {"stage_output": (y,), "param_groups": groups})
-    assert [one.tolist() for one in (grad_x, *(weight.grad for weight in blocks.parameters()))] == \
-        [one.tolist() for one in expected]
+    assert [one.tolist() for one in (grad_x, *(weight.grad for weight in blocks.parameters()))] == [
+        one.tolist() for one in expected
+    ]
     del groups
     assert len(held) == 0, "the graph is still held"

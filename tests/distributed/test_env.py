@@ -31,11 +31,17 @@ def test_the_environment_of_torchrun() -> None:
     assert (env.rank, env.world_size, env.local_rank, env.is_main) == (5, 8, 1, False)
 
 
-@pytest.mark.parametrize("environ", [
-    places(RANK=0, WORLD_SIZE=2), places(RANK=2, WORLD_SIZE=2, LOCAL_RANK=0),
-    places(RANK=0, WORLD_SIZE=2, LOCAL_RANK=1),
-    places(RANK="x", WORLD_SIZE=2, LOCAL_RANK=0), places(RANK=-1, WORLD_SIZE=2, LOCAL_RANK=0),
-], ids=str)
+@pytest.mark.parametrize(
+    "environ",
+    [
+        places(RANK=0, WORLD_SIZE=2),
+        places(RANK=2, WORLD_SIZE=2, LOCAL_RANK=0),
+        places(RANK=0, WORLD_SIZE=2, LOCAL_RANK=1),
+        places(RANK="x", WORLD_SIZE=2, LOCAL_RANK=0),
+        places(RANK=-1, WORLD_SIZE=2, LOCAL_RANK=0),
+    ],
+    ids=str,
+)
 def test_a_senseless_environment_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(LaunchError, match="WORLD_SIZE=2"):
         Env.from_environ("cpu", environ=environ)

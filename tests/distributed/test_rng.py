@@ -20,8 +20,18 @@ def test_seeds_are_the_same_on_every_machine() -> None:
 
 def test_names_do_not_run_into_each_other() -> None:
     seeds = [
-        seed_for(0), seed_for(1), seed_for(0, "a", "b"), seed_for(0, "ab"), seed_for(0, "b", "a"), seed_for(0, "a"),
-        seed_for(0, 1), seed_for(0, "1"), seed_for(0, 1, 1), seed_for(0, 11), seed_for(0, ""), seed_for(0, "a", ""),
+        seed_for(0),
+        seed_for(1),
+        seed_for(0, "a", "b"),
+        seed_for(0, "ab"),
+        seed_for(0, "b", "a"),
+        seed_for(0, "a"),
+        seed_for(0, 1),
+        seed_for(0, "1"),
+        seed_for(0, 1, 1),
+        seed_for(0, 11),
+        seed_for(0, ""),
+        seed_for(0, "a", ""),
     ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)

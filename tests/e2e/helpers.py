@@ -22,12 +22,26 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 REPOSITORY = Path(__file__).parents[2]
 SIZES = (
-    "model.vocab_size=258", "model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2",
-    "model.ffn_dim=64", "model.max_seq_len=64", "train.local_batch=4", "tokenizer=bytes", "tracker=none",
+    "model.vocab_size=258",
+    "model.dim=32",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_dim=64",
+    "model.max_seq_len=64",
+    "train.local_batch=4",
+    "tokenizer=bytes",
+    "tracker=none",
 )
 #: The learning rate of a step is the same whatever train.steps is, and differs between the first seven.
-TRAINING = (*SIZES, "train.steps=20", "schedule=constant", "schedule.warmup_steps=7", "validation.interval=10",
-            "validation.batches=2")
+TRAINING = (
+    *SIZES,
+    "train.steps=20",
+    "schedule=constant",
+    "schedule.warmup_steps=7",
+    "validation.interval=10",
+    "validation.batches=2",
+)
 IDENTICAL = ("step", "loss", "grad_norm", "lr")
 
 
@@ -59,7 +73,11 @@ class Cli:
     def __call__(self, *overrides: str, **extra: str) -> subprocess.CompletedProcess:
         """Run to the end; ``extra``: environment variables."""
         return subprocess.run(
-            self.command(*overrides), cwd=self.folder, env=self.environment(**extra), capture_output=True, text=True,
+            self.command(*overrides),
+            cwd=self.folder,
+            env=self.environment(**extra),
+            capture_output=True,
+            text=True,
             timeout=480,  # compiling with a cold cache on a busy machine takes minutes
         )
 

@@ -9,17 +9,48 @@ import yaml
 
 from tests.e2e.helpers import SIZES, records, status
 
-KEYS = {"tps", "tps_spread", "mfu", "fraction_of_floor", "mem_reserved_gib", "mem_active_gib", "kernels", "ceilings",
-        "environment"}
+KEYS = {
+    "tps",
+    "tps_spread",
+    "mfu",
+    "fraction_of_floor",
+    "mem_reserved_gib",
+    "mem_active_gib",
+    "kernels",
+    "ceilings",
+    "environment",
+}
 
 
 def test_bench_and_profile(cli):
-    bench, profiled = cli.bare.together([
-        ["runner=bench", *SIZES, "parallel=fsdp2", "runner.skipped_steps=1", "runner.measured_steps=3", "run.id=b",
-         "runner.entity=me", "runner.notes='on a busy machine'", "data.prefetch=0", "hardware.calibrate=true"],
-        ["data=synthetic", *SIZES, "checkpoint=none", "validation=none", "train.steps=4", "run.id=p", "profile=trace",
-         "profile.wait=1", "profile.warmup=1", "profile.active=2"],
-    ])
+    bench, profiled = cli.bare.together(
+        [
+            [
+                "runner=bench",
+                *SIZES,
+                "parallel=fsdp2",
+                "runner.skipped_steps=1",
+                "runner.measured_steps=3",
+                "run.id=b",
+                "runner.entity=me",
+                "runner.notes='on a busy machine'",
+                "data.prefetch=0",
+                "hardware.calibrate=true",
+            ],
+            [
+                "data=synthetic",
+                *SIZES,
+                "checkpoint=none",
+                "validation=none",
+                "train.steps=4",
+                "run.id=p",
+                "profile=trace",
+                "profile.wait=1",
+                "profile.warmup=1",
+                "profile.active=2",
+            ],
+        ]
+    )
     assert bench.returncode == 0, bench.stderr
     assert profiled.returncode == 0, profiled.stderr
     assert [path.name for path in (cli.run("p") / "profile").iterdir()] == ["trace-step-00000004-rank-0.json.gz"]
@@ -39,8 +70,9 @@ def test_bench_and_profile(cli):
     assert ms["communication"] > 0 and ms["gemm"] > 0
     assert status(run)["metric"] == result["tps"] and status(run)["config_hash"] == result["config_hash"]
 
-    rates, links = (yaml.safe_load((run / group / "cpu_calibrated.yaml").read_text())
-                    for group in ("hardware", "cluster"))
+    rates, links = (
+        yaml.safe_load((run / group / "cpu_calibrated.yaml").read_text()) for group in ("hardware", "cluster")
+    )
     assert rates["defaults"][0] == {"override /cluster@_global_.cluster": "cpu_calibrated"}
     assert min(rates["gemm_bf16_tflops"], rates["memory_tb_s"], rates["flash_backward_tflops"]) > 0
     assert links["gpus_per_host"] == 2 and links["nvlink_gb_s"] > 0 and "rdma_gb_s" not in links

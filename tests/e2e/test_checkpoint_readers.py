@@ -12,13 +12,20 @@ from titanyaml.errors import EXIT_CONFIG
 
 def test_eval_measures_what_training_measured(cli: Cli, straight: Path) -> None:
     common = ("runner=eval", "validation.batches=2", "tracker=none")
-    same, two, refused, nowhere = cli.bare.together([
-        (*common, f"runner.checkpoint={straight}", "train.local_batch=4", "run.id=same"),
-        (*common, f"runner.checkpoint={checkpoints(straight)[-1]}", "train.local_batch=2", "parallel=fsdp2",
-         "run.id=two"),
-        (*common, f"runner.checkpoint={straight}", "model=llama3_debug", "run.id=refused"),
-        (*common, "runner.checkpoint=nowhere/at/all", "run.id=nowhere"),
-    ])
+    same, two, refused, nowhere = cli.bare.together(
+        [
+            (*common, f"runner.checkpoint={straight}", "train.local_batch=4", "run.id=same"),
+            (
+                *common,
+                f"runner.checkpoint={checkpoints(straight)[-1]}",
+                "train.local_batch=2",
+                "parallel=fsdp2",
+                "run.id=two",
+            ),
+            (*common, f"runner.checkpoint={straight}", "model=llama3_debug", "run.id=refused"),
+            (*common, "runner.checkpoint=nowhere/at/all", "run.id=nowhere"),
+        ]
+    )
     trained = records(straight)[-1]
     assert same.returncode == 0, same.stderr
     [record] = records(cli.run("same"))
@@ -34,10 +41,17 @@ def test_eval_measures_what_training_measured(cli: Cli, straight: Path) -> None:
 
 
 def test_sample_writes_the_same_text_for_the_same_seed(cli: Cli, straight: Path) -> None:
-    common = ("runner=sample", f"runner.checkpoint={straight}", "runner.prompt=abc", "runner.max_new_tokens=24",
-              "runner.temperature=1.0", "tracker=none")
-    done = cli.bare.together([(*common, f"run.seed={seed}", f"run.id={run_id}") for seed, run_id in
-                              ((1, "a"), (1, "b"), (2, "c"))])
+    common = (
+        "runner=sample",
+        f"runner.checkpoint={straight}",
+        "runner.prompt=abc",
+        "runner.max_new_tokens=24",
+        "runner.temperature=1.0",
+        "tracker=none",
+    )
+    done = cli.bare.together(
+        [(*common, f"run.seed={seed}", f"run.id={run_id}") for seed, run_id in ((1, "a"), (1, "b"), (2, "c"))]
+    )
     assert [process.returncode for process in done] == [0, 0, 0], done[0].stderr
     texts = [(cli.run(run_id) / "sample.txt").read_text() for run_id in "abc"]
     assert texts[0] == texts[1] != texts[2]

@@ -15,11 +15,19 @@ def verified(run: Path) -> str:
 
 def test_graphs_are_kept_for_the_next_run(cli: Cli, tmp_path: Path) -> None:
     """Another process finds what inductor built; the loss alone, whose graph is the smallest."""
-    common = (*SIZES, "data=synthetic", "train.steps=1", "validation=none", "checkpoint=none", "compile.loss=true",
-              f"compile.cache_dir={tmp_path}/compiled")
+    common = (
+        *SIZES,
+        "data=synthetic",
+        "train.steps=1",
+        "validation=none",
+        "checkpoint=none",
+        "compile.loss=true",
+        f"compile.cache_dir={tmp_path}/compiled",
+    )
     for run_id, state, found in (("first", "cold", 0), ("second", "warm", 1)):
         done = cli(*common, f"run.id={run_id}")
         assert done.returncode == 0, done.stderr
         assert f"; {state} cache {tmp_path}/compiled" in done.stderr
-        assert verified(cli.run(run_id)) == ("1 graph compiled, 0 graph breaks; 1 of them for compile.loss; "
-                                             f"{found} of 1 parts out of the cache")
+        assert verified(cli.run(run_id)) == (
+            f"1 graph compiled, 0 graph breaks; 1 of them for compile.loss; {found} of 1 parts out of the cache"
+        )

@@ -48,8 +48,9 @@ def test_data_that_does_not_fit_is_exit_3(cli: Cli) -> None:
         "field": ("lines.jsonl:1: no field 'text'; there is: 'body'", "data.text_field"),
         "vocabulary": ("the tokenizer has 300 ids, the model's embedding 258 rows", "model.vocab_size"),
     }
-    for name, done in zip(cases, cli.together([(*TRAINING, *case, f"run.id={n}") for n, case in cases.items()]),
-                          strict=True):
+    for name, done in zip(
+        cases, cli.together([(*TRAINING, *case, f"run.id={n}") for n, case in cases.items()]), strict=True
+    ):
         text, key = told[name]
         assert done.returncode == EXIT_DATA, (name, done.stderr)
         assert text in done.stderr and key in done.stderr and "Traceback" not in done.stderr

@@ -7,16 +7,26 @@ import pytest
 from tests.e2e.helpers import SIZES, Cli, last_bits, records
 
 MIXTURE = (
-    *SIZES, "model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_dim=32", "model.moe.score=sigmoid",
-    "model.moe.bias_rate=0.05", "train.local_batch=2", "train.global_batch=4", "validation=none", "schedule=constant",
+    *SIZES,
+    "model.moe.num_experts=4",
+    "model.moe.top_k=2",
+    "model.moe.ffn_dim=32",
+    "model.moe.score=sigmoid",
+    "model.moe.bias_rate=0.05",
+    "train.local_batch=2",
+    "train.global_batch=4",
+    "validation=none",
+    "schedule=constant",
 )
 
 
 def test_a_run_goes_on_with_its_biases_on_other_ranks(cli: Cli) -> None:
-    straight, first = cli.together([
-        (*MIXTURE, "parallel=single", "train.steps=5", "run.id=straight"),
-        (*MIXTURE, "parallel=ep2", "train.steps=3", "run.id=a"),
-    ])
+    straight, first = cli.together(
+        [
+            (*MIXTURE, "parallel=single", "train.steps=5", "run.id=straight"),
+            (*MIXTURE, "parallel=ep2", "train.steps=3", "run.id=a"),
+        ]
+    )
     assert straight.returncode == 0, straight.stderr
     assert first.returncode == 0, first.stderr
     rest = cli(*MIXTURE, "parallel=single", "train.steps=5", "run.id=a", "checkpoint.accept_changes=[parallel]")

@@ -107,12 +107,16 @@ def resumed(configure: Callable[..., Config], folder: Path, ranks: int, override
     return train_on(ranks, config, folder)[1]
 
 
-@pytest.mark.parametrize("ranks, overrides", [
-    (1, ("parallel=single", "train.compute_dtype=bfloat16")),
-    (1, ("parallel=single", "train.compute_dtype=bfloat16", "train.global_batch=8")),
-    (2, ("parallel=fsdp2", "train.compute_dtype=bfloat16")),
-    (2, ("parallel=ddp2",)),
-], ids=["bf16", "bf16 accumulated", "bf16 fsdp2", "ddp2"])
+@pytest.mark.parametrize(
+    "ranks, overrides",
+    [
+        (1, ("parallel=single", "train.compute_dtype=bfloat16")),
+        (1, ("parallel=single", "train.compute_dtype=bfloat16", "train.global_batch=8")),
+        (2, ("parallel=fsdp2", "train.compute_dtype=bfloat16")),
+        (2, ("parallel=ddp2",)),
+    ],
+    ids=["bf16", "bf16 accumulated", "bf16 fsdp2", "ddp2"],
+)
 def test_resuming_is_exact_in_every_precision(
     configure: Callable[..., Config], tmp_path: Path, ranks: int, overrides: tuple[str, ...]
 ) -> None:

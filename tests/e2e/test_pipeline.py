@@ -17,8 +17,13 @@ from titanyaml.rundir import RunDir
 from titanyaml.runner.train import train
 
 #: A group of which the second rank has no parameter, and a batch that only a pipeline takes to be the default.
-COMMON = (*SHORT, *FLOAT64, "train.local_batch=2", "schedule=constant",
-          "optim.groups=[{pattern: tok_embeddings, lr_scale: 0.5}]")
+COMMON = (
+    *SHORT,
+    *FLOAT64,
+    "train.local_batch=2",
+    "schedule=constant",
+    "optim.groups=[{pattern: tok_embeddings, lr_scale: 0.5}]",
+)
 
 
 def body(rank: int, config: Config, folder: Path, generation: int) -> float:

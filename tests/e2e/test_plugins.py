@@ -22,11 +22,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_their_plugin_trains_with_ours(cli: Cli, site: Path, straight: Path) -> None:
     common = (*TRAINING, "train.steps=7")
-    option, target, bad = cli.together([
-        (*common, "plugin=[noise]", "ac=full", "run.id=option"),
-        (*common, TARGET, "+pipeline.plugins.x.alpha=5", "run.id=target"),
-        (*common, TARGET, "run.id=bad"),
-    ], PYTHONPATH=str(site))
+    option, target, bad = cli.together(
+        [
+            (*common, "plugin=[noise]", "ac=full", "run.id=option"),
+            (*common, TARGET, "+pipeline.plugins.x.alpha=5", "run.id=target"),
+            (*common, TARGET, "run.id=bad"),
+        ],
+        PYTHONPATH=str(site),
+    )
     assert option.returncode == 0, option.stderr
     assert target.returncode == 0, target.stderr
     for run_id, name, nodes in (("option", "noise", ["noise", "ac"]), ("target", "x", ["x"])):

@@ -18,8 +18,14 @@ from titanyaml.distributed.env import Env
 from titanyaml.rundir import RunDir
 from titanyaml.runner.train import train
 
-FLOAT8 = ("quant=float8_tensorwise", "quant.emulate=true", "quant.fsdp_float8_all_gather=true",
-          "quant.precompute_scale=true", "optim=adamw_8bit", "parallel=fsdp2")
+FLOAT8 = (
+    "quant=float8_tensorwise",
+    "quant.emulate=true",
+    "quant.fsdp_float8_all_gather=true",
+    "quant.precompute_scale=true",
+    "optim=adamw_8bit",
+    "parallel=fsdp2",
+)
 
 
 def body(rank: int, config: Config, folder: Path, generation: int) -> int:

@@ -104,10 +104,12 @@ def test_killed_at_any_instant_it_goes_on(cli: Cli, straight: Path) -> None:
     print(f"seed {SEED}: {instants}")
     overrides = (*TRAINING, "checkpoint.interval=1")
     with ThreadPoolExecutor(2) as pool:
-        kills = list(pool.map(
-            lambda half: killed_again_and_again(cli, half[0], overrides, half[1]),
-            [("a", instants[:5]), ("b", instants[5:])],
-        ))
+        kills = list(
+            pool.map(
+                lambda half: killed_again_and_again(cli, half[0], overrides, half[1]),
+                [("a", instants[:5]), ("b", instants[5:])],
+            )
+        )
     assert sum(kills) == 10
     for run_id in "ab":
         assert_equal(cli.run(run_id), straight)

@@ -9,8 +9,17 @@ from tests.e2e.helpers import Cli, kill_all, records, status, wait_for
 from titanyaml.errors import EXIT_NON_FINITE
 
 SWEEP = (
-    "-m", "experiment=lr_sweep", "optim.lr=1e-3,2e-3,1e30", "train.steps=6", "train.max_norm=null", "train.seq_len=32",
-    "model.dim=32", "model.num_layers=1", "model.ffn_dim=64", "validation.batches=1", "hydra.sweep.dir=sw",
+    "-m",
+    "experiment=lr_sweep",
+    "optim.lr=1e-3,2e-3,1e30",
+    "train.steps=6",
+    "train.max_norm=null",
+    "train.seq_len=32",
+    "model.dim=32",
+    "model.num_layers=1",
+    "model.ffn_dim=64",
+    "validation.batches=1",
+    "hydra.sweep.dir=sw",
 )
 
 
@@ -37,12 +46,16 @@ def test_the_repeated_sweep_runs_what_is_missing(cli: Cli) -> None:
     assert again.stderr.count("is finished; nothing to do") == 1
     assert (first["0.001"] / "metrics.jsonl").stat().st_mtime_ns == kept
     assert {rate: status(path)["state"] for rate, path in jobs(cli).items()} == {
-        "0.001": "done", "0.002": "done", "1e+30": "failed"
+        "0.001": "done",
+        "0.002": "done",
+        "1e+30": "failed",
     }
     assert [record["step"] for record in records(first["0.002"])] == [1, 2, 3, 4, 5, 6]
     rows = list(csv.DictReader((cli.folder / "sw" / "sweep.csv").open()))
     assert [(row["state"], row["exit_code"]) for row in rows] == [
-        ("done", "0"), ("done", "0"), ("failed", str(EXIT_NON_FINITE))
+        ("done", "0"),
+        ("done", "0"),
+        ("failed", str(EXIT_NON_FINITE)),
     ]
     assert float(rows[1]["validation_loss"]) == records(first["0.002"])[-1]["validation_loss"]
     assert all(row["folder"] in again.stdout for row in rows) and "optim.lr=0.002" in again.stdout

@@ -39,18 +39,25 @@ def test_a_wheel_trains_without_the_checkout(cli: Cli, site: Path) -> None:
     alone = {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
     where = subprocess.run(
         [sys.executable, "-c", "import titanyaml, titanyaml.experiments as e; print(titanyaml.__file__, e.__file__)"],
-        cwd=cli.folder, env=cli.environment(**alone), capture_output=True, text=True, check=True,
+        cwd=cli.folder,
+        env=cli.environment(**alone),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert all(Path(path).is_relative_to(site) for path in where.stdout.split())
-    train, options = cli.together([
-        (*TRAINING, "train.steps=2", "schedule.warmup_steps=0", "parallel=ddp2", "run.id=a"), ("--help",)
-    ], **alone)
+    train, options = cli.together(
+        [(*TRAINING, "train.steps=2", "schedule.warmup_steps=0", "parallel=ddp2", "run.id=a"), ("--help",)], **alone
+    )
     assert train.returncode == 0, train.stderr
     assert [record["step"] for record in records(cli.run("a"))] == [1, 2]
     assert status(cli.run("a"))["world_size"] == 2
     assert options.returncode == 0 and "llama3_8b" in options.stdout and "lr_sweep" in options.stdout
-    copied = {path.relative_to(REPOSITORY / "conf") for path in (REPOSITORY / "conf").rglob("*.yaml")
-              if "local" not in path.parts}
+    copied = {
+        path.relative_to(REPOSITORY / "conf")
+        for path in (REPOSITORY / "conf").rglob("*.yaml")
+        if "local" not in path.parts
+    }
     assert copied <= {path.relative_to(site / "titanyaml" / "conf") for path in site.rglob("titanyaml/conf/**/*.yaml")}
     source = {path.relative_to(REPOSITORY / "src") for path in (REPOSITORY / "src" / "titanyaml").rglob("*.py")}
     assert source <= {path.relative_to(site) for path in site.rglob("*.py")}, "setup.cfg lacks a package"

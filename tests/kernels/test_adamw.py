@@ -87,8 +87,14 @@ def trained(
     masters = {n: p.detach().float() for n, p in model.named_parameters()} if dtype == torch.bfloat16 else {}
     if split:
         masters = {n: split_off(masters[n], p) for n, p in model.named_parameters()}
-    optimizer = build(SPEC, dict(model.named_parameters()), masters=masters, device=device, fused=fused,
-                      one_backward=microbatches == 1)
+    optimizer = build(
+        SPEC,
+        dict(model.named_parameters()),
+        masters=masters,
+        device=device,
+        fused=fused,
+        one_backward=microbatches == 1,
+    )
     assert isinstance(optimizer, FusedAdamW) is fused
     generator = torch.Generator().manual_seed(1)
     for lr in LRS:
@@ -103,9 +109,11 @@ def trained(
     return optimizer, model
 
 
-@pytest.mark.parametrize(("dtype", "microbatches"), [
-    (torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1), (torch.bfloat16, 2),
-], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "microbatches"),
+    [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1), (torch.bfloat16, 2)],
+    ids=str,
+)
 def test_trains_as_torch_does(device, dtype: torch.dtype, microbatches: int) -> None:
     """A bfloat16 gradient that is read directly, or summed in float32 first, with the clipping folded in."""
     ours, mine = trained(device, dtype, fused=True, microbatches=microbatches)

@@ -10,13 +10,16 @@ from titanyaml.kernels.choice import choose
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize(("name", "device", "dtype", "fused", "reason"), [
-    ("torch", CUDA, torch.bfloat16, False, "kernels=torch"),
-    ("auto", CUDA, torch.bfloat16, True, "kernels=auto"),
-    ("fused", CUDA, torch.float32, True, "kernels=fused"),
-    ("auto", CPU, torch.bfloat16, False, "kernels=auto, computing on cpu"),
-    ("auto", CUDA, torch.float64, False, "kernels=auto, computing in float64"),
-])
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "fused", "reason"),
+    [
+        ("torch", CUDA, torch.bfloat16, False, "kernels=torch"),
+        ("auto", CUDA, torch.bfloat16, True, "kernels=auto"),
+        ("fused", CUDA, torch.float32, True, "kernels=fused"),
+        ("auto", CPU, torch.bfloat16, False, "kernels=auto, computing on cpu"),
+        ("auto", CUDA, torch.float64, False, "kernels=auto, computing in float64"),
+    ],
+)
 def test_choice(monkeypatch, name: str, device: torch.device, dtype: torch.dtype, fused: bool, reason: str) -> None:
     monkeypatch.setattr(choice.jit, "triton", object())
     assert choose(name, device=device, dtype=dtype) == choice.Choice(fused, reason)

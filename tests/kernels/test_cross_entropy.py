@@ -108,8 +108,9 @@ def test_evaluation_and_one_sided_gradients(device) -> None:
 def test_operator_contract_and_compile(device) -> None:
     hidden, weight, labels = (t.detach() for t in head(device, torch.bfloat16))
     arguments = (hidden, weight, labels, 16, IGNORE, True, True, "", 0, 1, True)
-    torch.library.opcheck(torch.ops.titanyaml.chunked_cross_entropy.default, arguments,
-                          test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.titanyaml.chunked_cross_entropy.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
     loss_fn = CrossEntropy(16, IGNORE, fused=True)
     compiled = torch.compile(lambda *a: loss_fn(*a) / 3, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(hidden, weight, labels), loss_fn(hidden, weight, labels) / 3)

@@ -28,8 +28,10 @@ def over_shards(logits: Tensor, labels: Tensor, ends: tuple[int, ...], *, gradie
     shards = [logits[:, first:end] for first, end in zip(firsts, ends, strict=True)]
     pairs = list(zip(shards, firsts, strict=True))
     parts = torch.stack([shard_parts(shard, labels, first=first) for shard, first in pairs])
-    return [sharded_cross_entropy_(shard, labels, parts, first=first, vocab=vocab, ignore_index=IGNORE,
-                                   gradient=gradient) for shard, first in pairs]
+    return [
+        sharded_cross_entropy_(shard, labels, parts, first=first, vocab=vocab, ignore_index=IGNORE, gradient=gradient)
+        for shard, first in pairs
+    ]
 
 
 @ENDS
@@ -55,8 +57,11 @@ def test_loss_and_gradient_are_those_of_autograd_in_float64(device, ends) -> Non
     wide = logits.double().requires_grad_()
     wanted = F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORE)
     wanted.sum().backward()
-    for part, label in zip(shard_parts(logits[:, :77], labels, first=0),
-                           shard_parts_reference(wide.detach()[:, :77], labels, first=0), strict=True):
+    for part, label in zip(
+        shard_parts(logits[:, :77], labels, first=0),
+        shard_parts_reference(wide.detach()[:, :77], labels, first=0),
+        strict=True,
+    ):
         torch.testing.assert_close(part.double(), label, rtol=1e-6, atol=1e-6)
     losses = over_shards(logits, labels, ends, gradient=True)
     torch.testing.assert_close(losses[0].double(), wanted.detach(), rtol=1e-6, atol=2e-6)

@@ -43,8 +43,9 @@ def test_equals_its_reference_to_the_bit(device, dtype: torch.dtype, rowwise: bo
         options = {"dtype": dtype, "power_of_2": power_of_2}
         ours, theirs = (both(x, rowwise=rowwise, fused=fused, **options) for fused in (True, False))
         found = largest(x, rowwise=rowwise, fused=True)
-        straight, turned = (float8_cast(x, found, fused=True, **{**options, without: False})
-                            for without in ("turned", "straight"))
+        straight, turned = (
+            float8_cast(x, found, fused=True, **{**options, without: False}) for without in ("turned", "straight")
+        )
         assert straight[2:] == turned[:2] == (None, None)
         for mine, wanted in zip((*ours, *straight[:2], *turned[2:]), theirs + theirs, strict=True):
             assert mine.shape == wanted.shape and mine.dtype == wanted.dtype and mine.is_contiguous()

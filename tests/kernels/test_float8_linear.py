@@ -110,8 +110,10 @@ def test_compiles_without_a_graph_break(device, fused: bool, recipe: str) -> Non
     torch._dynamo.reset()
     compiled = torch.compile(two_layers, fullgraph=True, backend="aot_eager")
     apart = float8_linear(x, w, options) * float8_linear(x, w + 1, options)
-    got = [[y.detach(), *torch.autograd.grad(y, (x, w), grad)]
-           for y in (apart, two_layers(x, w, options), compiled(x, w, options))]
+    got = [
+        [y.detach(), *torch.autograd.grad(y, (x, w), grad)]
+        for y in (apart, two_layers(x, w, options), compiled(x, w, options))
+    ]
     assert all(torch.equal(a, b) for other in got[1:] for a, b in zip(other, got[0], strict=True))
 
 

@@ -52,8 +52,10 @@ def test_a_second_cast_writes_to_the_same_memory(device) -> None:
     before = [(data.clone(), data.data_ptr()) for data in shards.data]
     halves[1].mul_(2).add_(1)
     shards.cast(shards.largest())
-    same = [torch.equal(data.view(torch.uint8), old.view(torch.uint8)) and data.data_ptr() == place
-            for data, (old, place) in zip(shards.data, before, strict=True)]
+    same = [
+        torch.equal(data.view(torch.uint8), old.view(torch.uint8)) and data.data_ptr() == place
+        for data, (old, place) in zip(shards.data, before, strict=True)
+    ]
     assert same == [True, False, True, True]
 
 

@@ -18,10 +18,27 @@ from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 from titanyaml.runner.train import Trainer
 
-SIZES = ("model.vocab_size=258", "model.dim=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1",
-         "model.ffn_dim=32", "model.max_seq_len=16", "train.local_batch=2", "tokenizer=bytes", "tracker=none",
-         "data=synthetic", "train.steps=3", "train.compute_dtype=bfloat16", "optim.lr=1e-2", "validation.batches=1",
-         "validation.interval=0", "compile=none", "hardware=cpu", "parallel=single")
+SIZES = (
+    "model.vocab_size=258",
+    "model.dim=16",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.ffn_dim=32",
+    "model.max_seq_len=16",
+    "train.local_batch=2",
+    "tokenizer=bytes",
+    "tracker=none",
+    "data=synthetic",
+    "train.steps=3",
+    "train.compute_dtype=bfloat16",
+    "optim.lr=1e-2",
+    "validation.batches=1",
+    "validation.interval=0",
+    "compile=none",
+    "hardware=cpu",
+    "parallel=single",
+)
 
 
 def run(path: Path, compose, device: torch.device, *overrides: str) -> tuple[Trainer, list[dict], dict]:

@@ -13,8 +13,16 @@ from titanyaml.config import dump, schema
 from titanyaml.rundir import RunDir, atomic_write
 
 REPOSITORY = Path(__file__).parents[2]
-MODEL = {"name": "m", "vocab_size": 8, "dim": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "ffn_dim": 8,
-         "max_seq_len": 8}
+MODEL = {
+    "name": "m",
+    "vocab_size": 8,
+    "dim": 8,
+    "num_layers": 1,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "ffn_dim": 8,
+    "max_seq_len": 8,
+}
 
 
 @pytest.fixture
@@ -24,12 +32,18 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., R
     claimed: list[RunDir] = []
 
     def make(*, user: dict[str, Any] | None = None, steps: int = 1, target: str = "train") -> RunDir:
-        cfg = OmegaConf.merge(OmegaConf.structured(schema.Config), {
-            "run": {"name": "t", "id": "i", "dir": "d"}, "model": MODEL, "user": user or {},
-            "runner": {"name": "train", "_target_": f"tests.launch.standins.{target}"},
-            "data": {"kind": "synthetic"}, "tokenizer": {"kind": "bytes"},
-            "train": {"steps": steps, "seq_len": 8},
-        })
+        cfg = OmegaConf.merge(
+            OmegaConf.structured(schema.Config),
+            {
+                "run": {"name": "t", "id": "i", "dir": "d"},
+                "model": MODEL,
+                "user": user or {},
+                "runner": {"name": "train", "_target_": f"tests.launch.standins.{target}"},
+                "data": {"kind": "synthetic"},
+                "tokenizer": {"kind": "bytes"},
+                "train": {"steps": steps, "seq_len": 8},
+            },
+        )
         run = RunDir(tmp_path / f"run{len(claimed)}")
         run.claim()
         claimed.append(run)

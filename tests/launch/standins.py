@@ -25,8 +25,14 @@ from titanyaml.runner import train as training
 
 def train(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     """A run of ``train.steps`` steps whose metric is the learning rate; leaves a record of each step."""
-    run.event("started", "here", rank=env.rank, pid=os.getpid(), threads=os.environ["OMP_NUM_THREADS"],
-              full_error=os.environ.get("HYDRA_FULL_ERROR"))
+    run.event(
+        "started",
+        "here",
+        rank=env.rank,
+        pid=os.getpid(),
+        threads=os.environ["OMP_NUM_THREADS"],
+        full_error=os.environ.get("HYDRA_FULL_ERROR"),
+    )
     for step in range(1, config.train.steps + 1):
         _misbehave(config.user, step, env)
         total = comm.sum_scalars([1.0, signals.requested() is not None], env)

@@ -25,10 +25,32 @@ def two_nodes(folder: Path, *arguments: str) -> list[tuple[int, str]]:
         port = probe.getsockname()[1]
     agents = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend",
-             "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "j", "--local-addr", "127.0.0.1",
-             "-m", "titanyaml", *arguments, *STAND_IN],
-            cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                "2",
+                "--nproc-per-node",
+                "1",
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                f"127.0.0.1:{port}",
+                "--rdzv-id",
+                "j",
+                "--local-addr",
+                "127.0.0.1",
+                "-m",
+                "titanyaml",
+                *arguments,
+                *STAND_IN,
+            ],
+            cwd=folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for _ in range(2)
     ]

@@ -189,8 +189,19 @@ def test_what_a_tracker_does_at_its_close_is_done_when_the_rank_ends(make_run: M
 
 def test_a_rank_whose_launcher_is_gone_does_not_start(make_run: MakeRun) -> None:
     run = make_run()
-    command = [sys.executable, "-m", "titanyaml.launch.rank", "--run-dir", str(run.path), "--run-id", "i",
-               "--generation", "1", "--parent", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "titanyaml.launch.rank",
+        "--run-dir",
+        str(run.path),
+        "--run-id",
+        "i",
+        "--generation",
+        "1",
+        "--parent",
+        "1",
+    ]
     done = subprocess.run(command, env=local.rank_environment(0, nproc=1, port=1), timeout=60)
     assert done.returncode == EXIT_FAILED
     assert not events(run)

@@ -32,8 +32,15 @@ def changes(compose: Compose, run: RunDir, *overrides: str, global_batch: int = 
 
 
 def test_how_far_how_often_and_where_may_change(compose: Compose, begun: RunDir) -> None:
-    free = ["train.steps=20", "train.log_every=5", "checkpoint.interval=3", "validation.interval=7", "ac=full",
-            "launch.nproc=2", "tracker=none"]
+    free = [
+        "train.steps=20",
+        "train.log_every=5",
+        "checkpoint.interval=3",
+        "validation.interval=7",
+        "ac=full",
+        "launch.nproc=2",
+        "tracker=none",
+    ]
     found = changes(compose, begun, *free)
     assert {"train.steps", "train.log_every", "checkpoint.interval", "ac.mode", "pipeline.plugins.ac.mode"} <= found
 
@@ -60,7 +67,8 @@ def test_what_a_checkpoint_brings_is_not_typed(compose: Compose) -> None:
     with pytest.raises(ConfigError) as refused:
         resume.refuse_what_the_checkpoint_brings(config, ["model.dim=64", "tokenizer=bytes", "data=files"])
     assert [(p.key, p.hint) for p in refused.value.problems] == [
-        ("model.dim", "leave out model.dim=64"), ("tokenizer", "leave out tokenizer=bytes")
+        ("model.dim", "leave out model.dim=64"),
+        ("tokenizer", "leave out tokenizer=bytes"),
     ]
     resume.refuse_what_the_checkpoint_brings(config, ["data=files"])
 

@@ -14,7 +14,14 @@ from titanyaml.models.init import materialise
 
 VOCAB = 101
 BASE = Model(
-    name="tiny", vocab_size=VOCAB, dim=48, num_layers=2, num_heads=6, num_kv_heads=2, ffn_dim=80, max_seq_len=64,
+    name="tiny",
+    vocab_size=VOCAB,
+    dim=48,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    ffn_dim=80,
+    max_seq_len=64,
     init_std=0.2,
 )
 # 64 positions over an original context of 16: some frequencies are kept, some stretched, some in between
@@ -29,18 +36,33 @@ SPECS = {
 MIXTURES = {
     "mixtral": replace(BASE, family="mixtral", moe=MoE(num_experts=5, top_k=2, normalize=True)),
     "qwen3_moe": replace(
-        BASE, family="qwen3_moe", qk_norm=True, head_dim=16, num_layers=4,
+        BASE,
+        family="qwen3_moe",
+        qk_norm=True,
+        head_dim=16,
+        num_layers=4,
         moe=MoE(num_experts=6, top_k=3, ffn_dim=24, normalize=True, first_dense=1, every=2),
     ),
     # chunks of 16 in 64 positions; blocks 1 and 3 are mixtures, block 2 has no rotary embedding
     "llama4": replace(
-        BASE, family="llama4", num_layers=3, rope_theta=100.0,
+        BASE,
+        family="llama4",
+        num_layers=3,
+        rope_theta=100.0,
         rope_scaling=RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=16),
-        qk_l2_norm=True, nope_every=2, attention_chunk=16, attention_temperature=0.3, attention_temperature_floor=10,
+        qk_l2_norm=True,
+        nope_every=2,
+        attention_chunk=16,
+        attention_temperature=0.3,
+        attention_temperature_floor=10,
         moe=MoE(num_experts=4, top_k=1, ffn_dim=24, shared_ffn_dim=24, score="sigmoid", weight_at="input"),
     ),
     "llama4_interleaved": replace(
-        BASE, family="llama4", num_layers=4, nope_every=4, attention_chunk=64,
+        BASE,
+        family="llama4",
+        num_layers=4,
+        nope_every=4,
+        attention_chunk=64,
         moe=MoE(num_experts=4, top_k=2, ffn_dim=24, shared_ffn_dim=24, score="sigmoid", weight_at="input", every=2),
     ),
 }

@@ -14,9 +14,7 @@ from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 
 LLAMA = partial(Model, vocab_size=128256, max_seq_len=131072, num_kv_heads=8, rope_scaling=RopeScaling())
-QWEN = partial(
-    Model, family="qwen3", vocab_size=151936, max_seq_len=40960, num_kv_heads=8, head_dim=128, qk_norm=True
-)
+QWEN = partial(Model, family="qwen3", vocab_size=151936, max_seq_len=40960, num_kv_heads=8, head_dim=128, qk_norm=True)
 PUBLISHED = [
     (8_030_261_248, LLAMA(name="llama3_8b", dim=4096, num_layers=32, num_heads=32, ffn_dim=14336)),
     (70_553_706_496, LLAMA(name="llama3_70b", dim=8192, num_layers=80, num_heads=64, ffn_dim=28672)),
@@ -64,9 +62,7 @@ def test_documents_do_not_see_each_other() -> None:
     other[0, :8] = tokens(1, 8, seed=1)
     with torch.no_grad():
         together, changed = model(ids, documents_BS=documents), model(other, documents_BS=documents)
-        first, second = (
-            model(part, documents_BS=torch.zeros_like(part)) for part in (ids[:, :8], ids[:, 8:])
-        )
+        first, second = (model(part, documents_BS=torch.zeros_like(part)) for part in (ids[:, :8], ids[:, 8:]))
     assert (together[:, :8] - changed[:, :8]).abs().max() > 0.1
     assert torch.equal(together[:, 8:], changed[:, 8:])
     # rotary positions are relative: a document is the same wherever it stands
@@ -122,7 +118,9 @@ def test_the_whole_model_compiles_as_one_graph(backend: str) -> None:
     spec = replace(SPECS["llama3_2_tied"], document_mask=True)
     model, ids = build(spec), tokens(2, 17)
     arguments = {
-        "documents_BS": (torch.arange(16) // 6).expand(2, 16), "labels_BS": ids[:, 1:], "loss_fn": CrossEntropy(8),
+        "documents_BS": (torch.arange(16) // 6).expand(2, 16),
+        "labels_BS": ids[:, 1:],
+        "loss_fn": CrossEntropy(8),
     }
     eager = model(ids[:, :-1], **arguments)
     eager.backward()

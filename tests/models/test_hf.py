@@ -101,8 +101,19 @@ def test_qwen3_has_the_parameters_of_the_architecture(
     dim: int, layers: int, heads: int, ffn_dim: int, tied: bool
 ) -> None:
     spec = Model(
-        name="qwen3", family="qwen3", vocab_size=151936, dim=dim, num_layers=layers, num_heads=heads, num_kv_heads=8,
-        head_dim=128, ffn_dim=ffn_dim, max_seq_len=40960, norm_eps=1e-6, rope_theta=1e6, tie_embeddings=tied,
+        name="qwen3",
+        family="qwen3",
+        vocab_size=151936,
+        dim=dim,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_dim=ffn_dim,
+        max_seq_len=40960,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_embeddings=tied,
         qk_norm=True,
     )
     with torch.device("meta"):

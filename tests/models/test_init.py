@@ -71,8 +71,10 @@ def on_fsdp(rank: int, name: str) -> dict:
 def on_fsdp_and_tp(rank: int, name: str) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = decoder.build(SPECS[name])
-    plan = {f"feed_forward.{w}": style for w, style in
-            (("w1", ColwiseParallel()), ("w2", RowwiseParallel()), ("w3", ColwiseParallel()))}
+    plan = {
+        f"feed_forward.{w}": style
+        for w, style in (("w1", ColwiseParallel()), ("w2", RowwiseParallel()), ("w3", ColwiseParallel()))
+    }
     for block in model.layers:
         parallelize_module(block, mesh["tp"], plan)
     shard(model, mesh["dp"])

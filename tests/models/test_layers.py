@@ -24,5 +24,8 @@ def test_rms_norm_is_formed_in_float32_or_wider_and_rounded_once(dtype: torch.dt
 
 def test_upcasts_never_narrow() -> None:
     assert [at_least_float32(t) for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [
-        torch.float32, torch.float32, torch.float32, torch.float64,
+        torch.float32,
+        torch.float32,
+        torch.float32,
+        torch.float64,
     ]

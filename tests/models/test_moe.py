@@ -38,7 +38,12 @@ def test_router_in_groups_with_bias_is_deepseeks() -> None:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
     config = DeepseekV3Config(
-        hidden_size=8, n_routed_experts=12, num_experts_per_tok=3, n_group=4, topk_group=2, norm_topk_prob=True,
+        hidden_size=8,
+        n_routed_experts=12,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
         routed_scaling_factor=2.5,
     )
     mine = router(num_experts=12, top_k=3, num_groups=4, top_groups=2, score="sigmoid", scale=2.5, bias_rate=0.1)
@@ -71,8 +76,10 @@ def test_no_token_is_dropped_though_all_choose_the_same(weight_at: str) -> None:
     def one(e: int, x: Tensor) -> Tensor:
         return (F.silu(x @ experts.w1[e].T) * (x @ experts.w3[e].T)) @ experts.w2[e].T
 
-    parts = [(one(e, w * x) if weight_at == "input" else w * one(e, x)) for e, w in
-             ((4, weights[..., :1]), (1, weights[..., 1:]))]
+    parts = [
+        (one(e, w * x) if weight_at == "input" else w * one(e, x))
+        for e, w in ((4, weights[..., :1]), (1, weights[..., 1:]))
+    ]
     leaves = (x, weights, *experts.parameters())
     torch.testing.assert_close(got, sum(parts), rtol=1e-12, atol=1e-12)
     seen, wanted = (torch.autograd.grad((t * draw(2, 7, 8, seed=5)).sum(), leaves) for t in (got, sum(parts)))
@@ -144,8 +151,12 @@ def test_a_mixture_compiles_as_one_graph() -> None:
         model.zero_grad()
         loss = model(ids[:, :-1], labels_BS=ids[:, 1:], loss_fn=CrossEntropy(8))
         loss.backward()
-        told = {f"{n}.{b}": getattr(m, b).grad for n, m in model.named_modules() if isinstance(m, Router)
-                for b in ("load_E", "balance")}
+        told = {
+            f"{n}.{b}": getattr(m, b).grad
+            for n, m in model.named_modules()
+            if isinstance(m, Router)
+            for b in ("load_E", "balance")
+        }
         return loss.detach(), {name: p.grad for name, p in model.named_parameters()} | told
 
     loss, wanted = step()

@@ -81,7 +81,9 @@ def test_what_a_family_cannot_say_is_refused() -> None:
     assert hf.hf_config(twice) == hf.hf_config(MIXTURES["mixtral"])
     assert refused("qwen3_moe", nope_every=4, moe_score="sigmoid") == ["model.nope_every", "model.moe.score"]
     assert refused("llama4", moe_bias_rate=0.1, moe_shared_ffn_dim=8) == [
-        "model.moe.shared_ffn_dim", "model.moe.bias_rate"]
+        "model.moe.shared_ffn_dim",
+        "model.moe.bias_rate",
+    ]
     assert refused("llama4", moe_num_experts=0) == ["model.moe.num_experts"]
     with pytest.raises(ConfigError, match="model.moe.num_experts"):
         hf.hf_config(replace(MIXTURES["mixtral"], family="llama3"))

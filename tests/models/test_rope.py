@@ -41,9 +41,7 @@ def test_rotation_turns_channel_pairs_half_a_head_apart_by_position_times_freque
 def test_precision_of_far_positions() -> None:
     last = 131071
     for dtype, limit in ((torch.float32, last * 2e-7), (torch.float64, last * 1e-15)):
-        cos, sin = tables(
-            inverse_frequencies(8, theta=10.0, scaling=None, dtype=dtype), length=last + 1, device=CPU
-        )
+        cos, sin = tables(inverse_frequencies(8, theta=10.0, scaling=None, dtype=dtype), length=last + 1, device=CPU)
         assert cos.dtype == sin.dtype == dtype
         for i in range(4):
             angle = last * 10.0 ** (-i / 4)

@@ -135,9 +135,10 @@ def test_masters_take_the_update_in_float32_and_are_rounded_into_the_model() -> 
         assert optimizer.master(name).data_ptr() == masters[name].data_ptr()
 
 
-@pytest.mark.parametrize(("name", "implementation"), [
-    ("adamw", "fused"), ("adamw", "foreach"), ("adamw", "loop"), ("adamw_bf16", "auto"), ("adamw_8bit", "auto"),
-])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("adamw", "fused"), ("adamw", "foreach"), ("adamw", "loop"), ("adamw_bf16", "auto"), ("adamw_8bit", "auto")],
+)
 def test_a_split_master_is_the_float32_one(name: str, implementation: str) -> None:
     """Bit for bit, through updates with equal gradients; the stored weight is its neighbour on ties alone."""
     models = Toy(torch.bfloat16), Toy(torch.bfloat16)
@@ -285,7 +286,8 @@ def train_sharded(rank: int, implementation: str) -> dict[str, Tensor]:
 def train_alone() -> dict[str, Tensor]:
     model = Toy()
     extra = {
-        "plain": nn.Parameter(torch.ones(3)), "single": nn.Parameter(torch.ones(1, 2)),
+        "plain": nn.Parameter(torch.ones(3)),
+        "single": nn.Parameter(torch.ones(1, 2)),
         "summed": nn.Parameter(torch.ones(2, 2)),
     }
     optimizer = build(SPEC, dict(model.named_parameters()) | extra, masters={}, device="cpu")
@@ -300,8 +302,13 @@ def train_alone() -> dict[str, Tensor]:
     return {name: optimizer.master(name) for name in optimizer.names} | state
 
 
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, pytest.param("kernel", marks=pytest.mark.skipif(
-    not find_spec("triton"), reason="triton cannot be imported"))])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        *IMPLEMENTATIONS,
+        pytest.param("kernel", marks=pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")),
+    ],
+)
 def test_shards_replicas_and_plain_tensors_train_as_in_one_process(implementation: str) -> None:
     expected = train_alone()
     for found in run_ranks(train_sharded, 2, implementation):
@@ -337,8 +344,10 @@ def update_split(rank: int, fused: bool) -> dict[str, Tensor]:
     return {name: full(tensor) for name, tensor in before.items()}
 
 
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.skipif(
-    not find_spec("triton"), reason="triton cannot be imported"))])
+@pytest.mark.parametrize(
+    "fused",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported"))],
+)
 def test_split_masters_of_shards(fused: bool) -> None:
     expected = update_split(0, fused)
     for found in run_ranks(update_split, 2, fused):

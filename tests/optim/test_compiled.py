@@ -13,9 +13,12 @@ from titanyaml.optim import build, compiled
 from titanyaml.optim.compiled import CompiledAdamW
 
 #: backend, dtype of the model, of the masters, whether the gradient is read as autograd leaves it, graphs.
-CASES = [("aot_eager", torch.float64, None, False, 1), ("aot_eager", torch.bfloat16, torch.int16, False, 1),
-         ("aot_eager", torch.bfloat16, torch.float32, False, 1),
-         ("aot_eager", torch.bfloat16, torch.float32, True, 1)]
+CASES = [
+    ("aot_eager", torch.float64, None, False, 1),
+    ("aot_eager", torch.bfloat16, torch.int16, False, 1),
+    ("aot_eager", torch.bfloat16, torch.float32, False, 1),
+    ("aot_eager", torch.bfloat16, torch.float32, True, 1),
+]
 
 
 @pytest.mark.parametrize(("backend", "dtype", "master", "one", "graphs"), CASES, ids=str)
@@ -31,8 +34,9 @@ def test_updates_as_eager(backend: str, dtype: torch.dtype, master: torch.dtype 
         else:
             for key, value in masters.items():
                 named[key].data.copy_(value)
-        optimizers.append(build(SPEC, named, masters=masters, device="cpu", one_backward=one and bool(how),
-                                compiled=how))
+        optimizers.append(
+            build(SPEC, named, masters=masters, device="cpu", one_backward=one and bool(how), compiled=how)
+        )
     ours, theirs = optimizers
     assert isinstance(ours, CompiledAdamW) and ours.runs().startswith("compiled")
     clip = torch.tensor(0.7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)

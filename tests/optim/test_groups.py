@@ -41,13 +41,17 @@ def test_the_first_match_wins_and_matrices_take_the_groups_decay() -> None:
     ]
 
 
-@pytest.mark.parametrize(("rules", "key", "text"), [
-    ([ParamGroup("embedings")], "optim.groups.0.pattern", "tok_embeddings.weight"),
-    ([ParamGroup(r"^outputs\.weight$")], "optim.groups.0.pattern", "nearest names: output.weight"),
-    ([ParamGroup("(")], "optim.groups.0.pattern", "no regular expression"),
-    ([ParamGroup("layers"), ParamGroup("wq")], "optim.groups.1.pattern", "earlier patterns took"),
-    ([ParamGroup("norm", weight_decay=0.2)], "optim.groups.0.weight_decay", "0.2 for norms and biases only"),
-], ids=["misspelled", "anchored", "no regex", "shadowed", "decay of norms"])
+@pytest.mark.parametrize(
+    ("rules", "key", "text"),
+    [
+        ([ParamGroup("embedings")], "optim.groups.0.pattern", "tok_embeddings.weight"),
+        ([ParamGroup(r"^outputs\.weight$")], "optim.groups.0.pattern", "nearest names: output.weight"),
+        ([ParamGroup("(")], "optim.groups.0.pattern", "no regular expression"),
+        ([ParamGroup("layers"), ParamGroup("wq")], "optim.groups.1.pattern", "earlier patterns took"),
+        ([ParamGroup("norm", weight_decay=0.2)], "optim.groups.0.weight_decay", "0.2 for norms and biases only"),
+    ],
+    ids=["misspelled", "anchored", "no regex", "shadowed", "decay of norms"],
+)
 def test_a_pattern_without_effect_is_refused(rules: list[ParamGroup], key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
         groups(*rules)

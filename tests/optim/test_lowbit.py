@@ -134,7 +134,12 @@ def test_bytes_of_the_moments() -> None:
     assert set(found["adamw"].values()) == {8.0}
     assert found["adamw_bf16"] == {"wide": 4, "odd": 4, "ragged": 4, "experts": 4, "norm": 8}
     assert found["adamw_8bit"] == {
-        "wide": 2 + 12 / 128, "odd": 2 + 12 / 32, "ragged": 8, "experts": 2 + 12 / 128, "norm": 8}
+        "wide": 2 + 12 / 128,
+        "odd": 2 + 12 / 32,
+        "ragged": 8,
+        "experts": 2 + 12 / 128,
+        "norm": 8,
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,8 +165,10 @@ def on_mesh(rank: int, kind: str, dim: int) -> dict[str, Any]:
         params[name] = nn.Parameter(shard)
     opt = optimizer(kind, params)
     updates(opt, params, range(1))
-    state = {n: {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in parts.items()}
-             for n, parts in opt.state_tensors().items()}
+    state = {
+        n: {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in parts.items()}
+        for n, parts in opt.state_tensors().items()
+    }
     return {"weights": {n: p.detach().full_tensor() for n, p in params.items()}, "state": state}
 
 

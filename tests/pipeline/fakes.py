@@ -13,9 +13,22 @@ from titanyaml.models.protocol import BlockLayout, ModelFacts
 from titanyaml.pipeline.protocol import Change, Context
 
 FACTS = ModelFacts(
-    blocks=("0", "1"), embedding="0", head="1", final_norm="1", num_params=16, num_active_params=16,
-    num_embedding_params=16, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=4, dim=4, ffn_dim=4, vocab_size=4,
-    max_seq_len=8, tied=True,
+    blocks=("0", "1"),
+    embedding="0",
+    head="1",
+    final_norm="1",
+    num_params=16,
+    num_active_params=16,
+    num_embedding_params=16,
+    num_layers=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=4,
+    dim=4,
+    ffn_dim=4,
+    vocab_size=4,
+    max_seq_len=8,
+    tied=True,
     layouts=(BlockLayout(entries=(), attention="", column=(), row=(), stream_norms=()),) * 2,
 )
 
@@ -23,8 +36,15 @@ FACTS = ModelFacts(
 def context(**changes: Any) -> Context:
     """One CPU rank in float32."""
     values = {
-        "dims": ParallelDims(), "mesh": None, "device": torch.device("cpu"), "param_dtype": torch.float32,
-        "compute_dtype": torch.float32, "reduce_dtype": torch.float32, "facts": FACTS, "seq_len": 8, "local_batch": 1,
+        "dims": ParallelDims(),
+        "mesh": None,
+        "device": torch.device("cpu"),
+        "param_dtype": torch.float32,
+        "compute_dtype": torch.float32,
+        "reduce_dtype": torch.float32,
+        "facts": FACTS,
+        "seq_len": 8,
+        "local_batch": 1,
         "accumulation": 1,
     }
     return Context(**(values | changes))

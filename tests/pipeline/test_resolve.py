@@ -30,13 +30,18 @@ def refusal(**nodes):
 
 def test_stages_give_the_order_and_the_configuration_breaks_ties():
     assert order(late=target(fakes.Late), b=target(fakes.Mark), early=target(fakes.Early), a=target(fakes.Mark)) == [
-        "early", "b", "a", "late"
+        "early",
+        "b",
+        "a",
+        "late",
     ]
 
 
 def test_after_and_before_override_stages_and_ignore_absent_nodes():
     assert order(after=target(fakes.After), late=target(fakes.Late), mark=target(fakes.Mark)) == [
-        "mark", "late", "after"
+        "mark",
+        "late",
+        "after",
     ]
     assert order(mark=target(fakes.Mark), before=target(fakes.Before)) == ["before", "mark"]
     assert order(after=target(fakes.After), mark=target(fakes.Mark)) == ["after", "mark"]
@@ -54,7 +59,9 @@ def test_reserved_keys_add_to_the_class():
 
 def test_a_circle_is_named():
     problem = refusal(
-        a=target(fakes.Mark, _after_=["c"]), b=target(fakes.Mark, _after_=["a"]), c=target(fakes.Mark, _after_=["b"]),
+        a=target(fakes.Mark, _after_=["c"]),
+        b=target(fakes.Mark, _after_=["a"]),
+        c=target(fakes.Mark, _after_=["b"]),
         d=target(fakes.Mark),
     )
     assert problem.key == "pipeline.plugins"
@@ -86,21 +93,24 @@ def test_requires_and_conflicts():
     assert both.key == "pipeline.plugins.needy" and "'foe'" in both.message
 
 
-@pytest.mark.parametrize(("node", "key", "words", "hint"), [
-    (target(fakes.Mark, tagg="x"), "p.tagg", "Mark has no argument 'tagg'", "'tag'"),
-    (target(fakes.Picky), "p.size", "Picky needs the argument 'size'", "p.size=..."),
-    (target(fakes.Picky, size=0), "p", "ValueError: size is 0", ""),
-    (target(fakes.Mark, _aftr_=["x"]), "p._aftr_", "not a reserved key", "'_after_'"),
-    (target(fakes.Mark, _after_="late"), "p._after_", "is 'late'", ""),
-    (target(fakes.Mark, _stage_="modell"), "p._stage_", "no such stage: 'modell'", "'model'"),
-    (target(fakes.NoStage), "p._target_", "names no stage", ""),
-    (target(fakes.NoPlugin), "p._target_", "has no check and no apply", ""),
-    (target(fakes.StringAfter), "p._target_", "StringAfter.after is 'late'", ""),
-    ({"_target_": "tests.pipeline.fakes.Marc"}, "p._target_", "has no 'Marc'", "spelling"),
-    ({"_target_": "no_such_package.Plugin"}, "p._target_", "no_such_package", "installed"),
-    ({"mode": "full"}, "p", "not a plugin node", ""),
-    ("Mark", "p", "not a plugin node: 'Mark'", ""),
-])
+@pytest.mark.parametrize(
+    ("node", "key", "words", "hint"),
+    [
+        (target(fakes.Mark, tagg="x"), "p.tagg", "Mark has no argument 'tagg'", "'tag'"),
+        (target(fakes.Picky), "p.size", "Picky needs the argument 'size'", "p.size=..."),
+        (target(fakes.Picky, size=0), "p", "ValueError: size is 0", ""),
+        (target(fakes.Mark, _aftr_=["x"]), "p._aftr_", "not a reserved key", "'_after_'"),
+        (target(fakes.Mark, _after_="late"), "p._after_", "is 'late'", ""),
+        (target(fakes.Mark, _stage_="modell"), "p._stage_", "no such stage: 'modell'", "'model'"),
+        (target(fakes.NoStage), "p._target_", "names no stage", ""),
+        (target(fakes.NoPlugin), "p._target_", "has no check and no apply", ""),
+        (target(fakes.StringAfter), "p._target_", "StringAfter.after is 'late'", ""),
+        ({"_target_": "tests.pipeline.fakes.Marc"}, "p._target_", "has no 'Marc'", "spelling"),
+        ({"_target_": "no_such_package.Plugin"}, "p._target_", "no_such_package", "installed"),
+        ({"mode": "full"}, "p", "not a plugin node", ""),
+        ("Mark", "p", "not a plugin node: 'Mark'", ""),
+    ],
+)
 def test_a_bad_node_is_refused(node, key, words, hint):
     problem = refusal(p=node)
     assert problem.key == f"pipeline.plugins.{key}"
@@ -110,11 +120,18 @@ def test_a_bad_node_is_refused(node, key, words, hint):
 
 def test_all_problems_come_at_once():
     problems = refused(
-        mark=target(fakes.Mark, bad=True), wrong=target(fakes.Mark, tagg=1), missing={"_target_": "gone.Away"},
-        needy=target(fakes.Needy, _requires_=["wrong"]), x=target(fakes.Mark, _after_=["mark"], _before_=["mark"]),
+        mark=target(fakes.Mark, bad=True),
+        wrong=target(fakes.Mark, tagg=1),
+        missing={"_target_": "gone.Away"},
+        needy=target(fakes.Needy, _requires_=["wrong"]),
+        x=target(fakes.Mark, _after_=["mark"], _before_=["mark"]),
     )
     assert [problem.key.removeprefix("pipeline.plugins.") for problem in problems] == [
-        "wrong.tagg", "missing._target_", "mark.bad", "needy", "pipeline.plugins"
+        "wrong.tagg",
+        "missing._target_",
+        "mark.bad",
+        "needy",
+        "pipeline.plugins",
     ], "a node that failed to bind counts as present for those that require it"
 
 
@@ -125,17 +142,22 @@ def test_run_applies_in_order_and_logs_each_change(caplog):
     assert transformed[0].tags == ["1", "2"]
     assert {name: change.summary for name, change in changes} == {"mark": "marked with 1", "late": "marked with 2"}
     assert caplog.messages == [
-        "mark: marked with 1", "mark: left alone: 1, 2: not the first",
-        "late: marked with 2", "late: left alone: 1, 2: not the first",
+        "mark: marked with 1",
+        "mark: left alone: 1, 2: not the first",
+        "late: marked with 2",
+        "late: left alone: 1, 2: not the first",
     ]
 
 
-@pytest.mark.parametrize(("cls", "words"), [
-    (fakes.Nothing, "was asked for and changed nothing (found no layer; left alone: 0: too small)"),
-    (fakes.Untie, "changed what is tied: 1.weight was 0.weight, is 1.weight"),
-    (fakes.Rename, "lost 0.weight, 1.weight; added 0.0.weight, 0.1.weight"),
-    (fakes.Forgetful, "apply() returned Sequential, not (model, Change)"),
-])
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (fakes.Nothing, "was asked for and changed nothing (found no layer; left alone: 0: too small)"),
+        (fakes.Untie, "changed what is tied: 1.weight was 0.weight, is 1.weight"),
+        (fakes.Rename, "lost 0.weight, 1.weight; added 0.0.weight, 0.1.weight"),
+        (fakes.Forgetful, "apply() returned Sequential, not (model, Change)"),
+    ],
+)
 def test_a_bad_change_is_refused(cls, words):
     resolved = resolve({"bad": target(cls)}, context())
     with pytest.raises(PipelineError) as error:

@@ -20,11 +20,19 @@ def test_records_are_json_in_order():
     _, changes = run(model(), resolved, context())
     rows = json.loads(json.dumps(records(resolved, changes)))
     assert rows[0] == {
-        "order": 1, "stage": "ac", "node": "mark", "class": "tests.pipeline.fakes.Mark", "summary": "marked with mark",
-        "modules": ["0"], "skipped": {"1": "not the first", "2": "not the first"}, "off": None,
+        "order": 1,
+        "stage": "ac",
+        "node": "mark",
+        "class": "tests.pipeline.fakes.Mark",
+        "summary": "marked with mark",
+        "modules": ["0"],
+        "skipped": {"1": "not the first", "2": "not the first"},
+        "off": None,
     }
     assert [(row["order"], row["node"], row["off"]) for row in rows] == [
-        (1, "mark", None), (2, "late", None), (None, "idle", "nothing to do on cpu")
+        (1, "mark", None),
+        (2, "late", None),
+        (None, "idle", "nothing to do on cpu"),
     ]
 
 

@@ -12,16 +12,23 @@ from rich.console import Console
 
 from tests.plugins.small import spec
 from titanyaml.models import decoder
-from titanyaml.pipeline import show
 from titanyaml.pipeline_parallel import partition as plans
+from titanyaml.pipeline_parallel import tables
 from titanyaml.pipeline_schedule.actions import Action
 from titanyaml.pipeline_schedule.kinds import KINDS, owners
 from titanyaml.pipeline_schedule.simulate import Stuck, simulate
 from titanyaml.pipeline_schedule.validate import first_violation
 
 #: Idle time of a rank in units of F, divided by ranks - 1: F + B; with backwards in two parts F + I - W.
-IDLE = {"GPipe": 3, "1F1B": 3, "Interleaved1F1B": 3, "LoopedBFS": 3, "InterleavedZeroBubble": 1, "ZBVZeroBubble": 1,
-        "DualPipeV": 1}
+IDLE = {
+    "GPipe": 3,
+    "1F1B": 3,
+    "Interleaved1F1B": 3,
+    "LoopedBFS": 3,
+    "InterleavedZeroBubble": 1,
+    "ZBVZeroBubble": 1,
+    "DualPipeV": 1,
+}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -80,10 +87,12 @@ def test_pictures_and_table_are_fresh() -> None:
 def test_the_check_shows_stages_and_what_other_schedules_would_cost() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     plan = plans.Plan("1F1B", False, (0, 1), (("layers.0",), ("layers.1", "layers.2")), 2)
-    console.print(show.stages_table(plan), show.schedules_table(plan))
+    console.print(tables.stages_table(plan), tables.schedules_table(plan))
     lines = [line.split("│")[1:-1] for line in console.export_text().splitlines() if "│" in line]
     rows = [[cell.strip() for cell in line] for line in lines]
     assert rows == [
-        ["0", "0", "1", "embedding, layers.0"], ["1", "1", "2", "layers.1 .. layers.2, final norm, head"],
-        ["this run: 1F1B", "2", "2", "33.3%"], ["GPipe", "2", "2", "33.3%"],  # four stages have no three layers
+        ["0", "0", "1", "embedding, layers.0"],
+        ["1", "1", "2", "layers.1 .. layers.2, final norm, head"],
+        ["this run: 1F1B", "2", "2", "33.3%"],
+        ["GPipe", "2", "2", "33.3%"],  # four stages have no three layers
     ]

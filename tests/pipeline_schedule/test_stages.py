@@ -17,12 +17,18 @@ def test_given() -> None:
     assert stages.given(7, 2, last_less=1) == [4, 3]
 
 
-@pytest.mark.parametrize(("names", "less", "text"), [
-    (["4", "5"], {}, "the stages have 9 layers, the model 8"), (["8"], {}, "1 stages are listed, the schedule has 2"),
-    (["0", "8"], {}, "stage 0 would have no layer"), ([], {"first_less": 20}, "stage 0 would have no layer"),
-    (["layers.1", "layers.4"], {}, "first layers rise from layers.0"), (["a", "3"], {}, "not a list of numbers"),
-    (["layers.0", "layers.8"], {}, "stay below layers.8"),
-])
+@pytest.mark.parametrize(
+    ("names", "less", "text"),
+    [
+        (["4", "5"], {}, "the stages have 9 layers, the model 8"),
+        (["8"], {}, "1 stages are listed, the schedule has 2"),
+        (["0", "8"], {}, "stage 0 would have no layer"),
+        ([], {"first_less": 20}, "stage 0 would have no layer"),
+        (["layers.1", "layers.4"], {}, "first layers rise from layers.0"),
+        (["a", "3"], {}, "not a list of numbers"),
+        (["layers.0", "layers.8"], {}, "stay below layers.8"),
+    ],
+)
 def test_refused(names: list[str], less: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         stages.given(8, 2, names=names, **less)

@@ -40,8 +40,16 @@ def job() -> Callable[..., Job]:
     def made(option: str = "h100_500w", **changes) -> Job:
         hardware, cluster = devices.shipped_device(option)
         mesh = changes.pop("mesh", Mesh(dp_shard=8))
-        base = Job(LLAMA_8B, mesh, devices.device(hardware), devices.network(cluster, world_size=mesh.world_size),
-                   TITANYAML, seq_len=8192, local_batch=2, ac="selective_op")
+        base = Job(
+            LLAMA_8B,
+            mesh,
+            devices.device(hardware),
+            devices.network(cluster, world_size=mesh.world_size),
+            TITANYAML,
+            seq_len=8192,
+            local_batch=2,
+            ac="selective_op",
+        )
         return dataclasses.replace(base, **changes)
 
     return made

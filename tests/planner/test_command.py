@@ -20,21 +20,48 @@ def typed(tmp_path: Path):
 
     def run(*overrides: str) -> subprocess.CompletedProcess:
         path = os.pathsep.join([str(tmp_path / "absent"), os.environ.get("PYTHONPATH", "")])
-        return subprocess.run([sys.executable, "-m", "titanyaml", *overrides], cwd=tmp_path, text=True, timeout=100,
-                              capture_output=True, env={**os.environ, "PYTHONPATH": path})
+        return subprocess.run(
+            [sys.executable, "-m", "titanyaml", *overrides],
+            cwd=tmp_path,
+            text=True,
+            timeout=100,
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
 
     return run
 
 
 def test_a_plan_on_a_laptop(typed, tmp_path: Path) -> None:
-    done = typed("runner=plan", "model=llama3_70b", "parallel=fsdp32_tp8", "ac=full", "hardware=h100_500w",
-                 "train.local_batch=16", "compile.async_tp=true", "runner.token_budget=1e12",
-                 "hardware.price_per_hour=2", "run.dir=here")
+    done = typed(
+        "runner=plan",
+        "model=llama3_70b",
+        "parallel=fsdp32_tp8",
+        "ac=full",
+        "hardware=h100_500w",
+        "train.local_batch=16",
+        "compile.async_tp=true",
+        "runner.token_budget=1e12",
+        "hardware.price_per_hour=2",
+        "run.dir=here",
+    )
     assert done.returncode == 0, done.stderr
     assert "memory of the fullest rank" in done.stdout
     plan = json.loads((tmp_path / "here" / "plan.json").read_text())
-    assert {"fits", "tps", "step_s", "mfu", "memory_gib", "time_s", "comm", "world_size", "warnings", "cost",
-            "tokens_per_day", "gpu_hours"} <= set(plan)
+    assert {
+        "fits",
+        "tps",
+        "step_s",
+        "mfu",
+        "memory_gib",
+        "time_s",
+        "comm",
+        "world_size",
+        "warnings",
+        "cost",
+        "tokens_per_day",
+        "gpu_hours",
+    } <= set(plan)
     assert plan["fits"] is True and plan["world_size"] == 256
     assert plan["tps"] == pytest.approx(652, rel=0.10), "published with async TP, H100 500 W"
     assert sum(plan["time_s"].values()) == pytest.approx(plan["step_s"])
@@ -47,8 +74,9 @@ def test_a_plan_on_a_laptop(typed, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_a_result(typed, tmp_path: Path) -> None:
-    done = typed("runner=plan", "model=llama3_8b", "parallel=fsdp8", "hardware=h100_sxm", "train.local_batch=8",
-                 "run.dir=here")
+    done = typed(
+        "runner=plan", "model=llama3_8b", "parallel=fsdp8", "hardware=h100_sxm", "train.local_batch=8", "run.dir=here"
+    )
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "here" / "plan.json").read_text())
     assert plan["fits"] is False and len(plan["changes"]) == 3
@@ -57,8 +85,16 @@ def test_what_does_not_fit_is_a_result(typed, tmp_path: Path) -> None:
 
 
 def test_a_sweep_ranks_meshes(typed, tmp_path: Path) -> None:
-    done = typed("-m", "runner=plan", "model=llama3_8b", "parallel=fsdp8,single", "hardware=h100_sxm",
-                 "train.local_batch=1", "ac=full", "hydra.sweep.dir=swept")
+    done = typed(
+        "-m",
+        "runner=plan",
+        "model=llama3_8b",
+        "parallel=fsdp8,single",
+        "hardware=h100_sxm",
+        "train.local_batch=1",
+        "ac=full",
+        "hydra.sweep.dir=swept",
+    )
     assert done.returncode == 0, done.stderr
     with (tmp_path / "swept" / "sweep.csv").open() as file:
         rows = {"fsdp8" if "parallel=fsdp8" in row["overrides"] else "single": row for row in csv.DictReader(file)}
@@ -68,10 +104,23 @@ def test_a_sweep_ranks_meshes(typed, tmp_path: Path) -> None:
 
 
 def test_a_search_chooses_the_jobs_of_a_sweep(typed, tmp_path: Path) -> None:
-    done = typed("-m", "hydra/sweeper=titan_search", "runner=plan", "model=llama3_8b", "hardware=h100_sxm",
-                 "launch.nproc=16", "train.global_batch=32", "parallel.tp=1,2", "parallel.cp=1", "ac=full",
-                 "quant=none,float8_rowwise", "parallel.pp=1", "optim=adamw,adamw_bf16", "hydra.sweeper.jobs=2",
-                 "hydra.sweep.dir=found")
+    done = typed(
+        "-m",
+        "hydra/sweeper=titan_search",
+        "runner=plan",
+        "model=llama3_8b",
+        "hardware=h100_sxm",
+        "launch.nproc=16",
+        "train.global_batch=32",
+        "parallel.tp=1,2",
+        "parallel.cp=1",
+        "ac=full",
+        "quant=none,float8_rowwise",
+        "parallel.pp=1",
+        "optim=adamw,adamw_bf16",
+        "hydra.sweeper.jobs=2",
+        "hydra.sweep.dir=found",
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found" / "search.json").read_text())
     assert found["tried"] >= found["legal"] >= found["fitted"] > 30
@@ -87,9 +136,21 @@ def test_a_search_chooses_the_jobs_of_a_sweep(typed, tmp_path: Path) -> None:
 
 
 def test_the_command_of_the_first_choice_is_planned_alike(typed, tmp_path: Path) -> None:
-    done = typed("-m", "hydra/sweeper=titan_search", "runner=plan", "model=llama3_8b", "hardware=h100_sxm",
-                 "launch.nproc=8", "train.global_batch=32", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1",
-                 "quant.product=torchao,own", "train.local_batch=2,4", "hydra.sweep.dir=found")
+    done = typed(
+        "-m",
+        "hydra/sweeper=titan_search",
+        "runner=plan",
+        "model=llama3_8b",
+        "hardware=h100_sxm",
+        "launch.nproc=8",
+        "train.global_batch=32",
+        "parallel.tp=1",
+        "parallel.cp=1",
+        "parallel.pp=1",
+        "quant.product=torchao,own",
+        "train.local_batch=2,4",
+        "hydra.sweep.dir=found",
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found" / "search.json").read_text())
     command = found["command"].split("-m titanyaml ")[1].split()
@@ -101,15 +162,20 @@ def test_the_command_of_the_first_choice_is_planned_alike(typed, tmp_path: Path)
     assert plan["memory_gib"]["total"] == pytest.approx(first["memory_gib"], rel=1e-9)
 
 
-@pytest.mark.parametrize(("overrides", "words"), [
-    (["hardware=h200", "parallel=auto"], "a search must know on how many devices"),
-    (["hardware=h200", "launch.nproc=8", "train.seq_len=100000000"], "train.seq_len"),
-    (["hardware=h200", "launch.nproc=8", "quant=none,float8_rowwize", "ac=fulll,none", "hydra.sweep.dir=swept"],
-     "try: quant=float8_rowwise"),
-    (["hardware=h200", "launch.nproc=8", "parallel=fsdp8", "ac=full", "ac.every=4"], "try: leave that key out"),
-    (["hardware=h200", "launch.nproc=8", "hydra.sweeper.jobs=-1"], "hydra.sweeper.jobs: is -1"),
-    (["hardware=h200", "launch.nproc=8", "parallel=fsdp8,fsdp4_tp4"], "is 8, but parallel=fsdp4_tp4 has 16 ranks"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["hardware=h200", "parallel=auto"], "a search must know on how many devices"),
+        (["hardware=h200", "launch.nproc=8", "train.seq_len=100000000"], "train.seq_len"),
+        (
+            ["hardware=h200", "launch.nproc=8", "quant=none,float8_rowwize", "ac=fulll,none", "hydra.sweep.dir=swept"],
+            "try: quant=float8_rowwise",
+        ),
+        (["hardware=h200", "launch.nproc=8", "parallel=fsdp8", "ac=full", "ac.every=4"], "try: leave that key out"),
+        (["hardware=h200", "launch.nproc=8", "hydra.sweeper.jobs=-1"], "hydra.sweeper.jobs: is -1"),
+        (["hardware=h200", "launch.nproc=8", "parallel=fsdp8,fsdp4_tp4"], "is 8, but parallel=fsdp4_tp4 has 16 ranks"),
+    ],
+)
 def test_a_search_that_cannot_be(typed, overrides: list[str], words: str) -> None:
     done = typed("-m", "hydra/sweeper=titan_search", "runner=plan", "model=llama3_8b", *overrides)
     assert done.returncode == 2

@@ -17,9 +17,19 @@ from titanyaml.distributed.tensor import local
 from titanyaml.planner.model import eager_peak, from_config, in_flight, memory, operators
 from titanyaml.runner import memory_trace, setup
 
-SMALL = ["kernels=torch", "compile=none", "train.compute_dtype=bfloat16", "model.dim=256", "model.num_heads=8",
-         "model.num_kv_heads=4", "model.vocab_size=1024", "train.seq_len=512", "train.local_batch=2",
-         "model.num_layers=4", "loss.chunk_tokens=512"]
+SMALL = [
+    "kernels=torch",
+    "compile=none",
+    "train.compute_dtype=bfloat16",
+    "model.dim=256",
+    "model.num_heads=8",
+    "model.num_kv_heads=4",
+    "model.vocab_size=1024",
+    "train.seq_len=512",
+    "train.local_batch=2",
+    "model.num_layers=4",
+    "loss.chunk_tokens=512",
+]
 DENSE = ["model=llama3_debug", "model.ffn_dim=768", *SMALL]
 MIXED = ["model=moe_debug", "model.moe.first_dense=0", "model.moe.ffn_dim=128", *SMALL]
 MESHES = {"single": [0], "fsdp4": [0], "tp2": [0], "cp2": [0], "pp2": [0, 1], "ep2": [0]}
@@ -28,10 +38,19 @@ TOGETHER = [("fsdp2_tp2", 0, "none"), ("fsdp4_ep2", 0, "full")]
 SPLIT = [("single optim.master=split", 0, "full"), ("fsdp4 optim.master=split", 0, "none")]
 
 
-@pytest.mark.parametrize(("mesh", "rank", "ac"), [
-    *((mesh, rank, ac) for mesh, ranks in MESHES.items() for rank in ranks for ac in ("none", "full", "selective_op")),
-    *TOGETHER, *SPLIT,
-])
+@pytest.mark.parametrize(
+    ("mesh", "rank", "ac"),
+    [
+        *(
+            (mesh, rank, ac)
+            for mesh, ranks in MESHES.items()
+            for rank in ranks
+            for ac in ("none", "full", "selective_op")
+        ),
+        *TOGETHER,
+        *SPLIT,
+    ],
+)
 def test_memory_is_what_the_pipeline_needs(configure, mesh: str, rank: int, ac: str) -> None:
     config = configure(*(MIXED if "ep" in mesh else DENSE), *f"parallel={mesh}".split(), f"ac={ac}")
     job = from_config.job(config)
@@ -54,26 +73,40 @@ def states_of_a_rank(rank: int, config: Config) -> tuple[int, ...]:
     named = dict(built.model.named_parameters())
     optimizer = optim.build(config.optim, named, masters=built.masters, device="cpu")
     tokens_BS = torch.zeros(config.train.local_batch, config.train.seq_len, dtype=torch.int64)
-    built.model(tokens_BS=tokens_BS, labels_BS=tokens_BS, documents_BS=tokens_BS,
-                loss_fn=setup.loss_function(config, built.context)).backward()
+    built.model(
+        tokens_BS=tokens_BS,
+        labels_BS=tokens_BS,
+        documents_BS=tokens_BS,
+        loss_fn=setup.loss_function(config, built.context),
+    ).backward()
     moments = [tensor for state in optimizer.state_tensors().values() for tensor in state.values()]
-    storages = [[local(tensor.detach()).untyped_storage() for tensor in tensors] for tensors in (
-        named.values(), [*built.masters.values(), *moments], optimizer.grads())]
+    storages = [
+        [local(tensor.detach()).untyped_storage() for tensor in tensors]
+        for tensors in (named.values(), [*built.masters.values(), *moments], optimizer.grads())
+    ]
     return tuple(sum({one.data_ptr(): one.nbytes() for one in kind}.values()) for kind in storages)
 
 
 @pytest.mark.parametrize("master", ["float32", "split"])
 def test_states_are_those_of_real_ranks(configure, master: str) -> None:
-    config = configure(*DENSE, "parallel=fsdp2", f"optim.master={master}", "model.num_layers=2", "train.seq_len=16",
-                       "model.dim=64", "loss.chunk_tokens=16")
+    config = configure(
+        *DENSE,
+        "parallel=fsdp2",
+        f"optim.master={master}",
+        "model.num_layers=2",
+        "train.seq_len=16",
+        "model.dim=64",
+        "loss.chunk_tokens=16",
+    )
     traced = memory_trace.measured(config)
     expected = (traced.parameters, traced.optimizer, traced.gradients)
     assert run_ranks(states_of_a_rank, 2, config) == [expected, expected]
 
 
-@pytest.mark.parametrize(("typed", "rank"), [
-    ("ac=none parallel.pp_schedule=Interleaved1F1B", 1), ("ac=none parallel.fsdp_reshard_after_forward=always", 1),
-])
+@pytest.mark.parametrize(
+    ("typed", "rank"),
+    [("ac=none parallel.pp_schedule=Interleaved1F1B", 1), ("ac=none parallel.fsdp_reshard_after_forward=always", 1)],
+)
 def test_a_pipeline_peaks_at_one_of_its_moments(configure, typed: str, rank: int) -> None:
     config = configure(*DENSE, "parallel=fsdp4_pp2", "train.global_batch=32", *typed.split())
     _, parts = eager_peak.fullest(from_config.job(config), rank=rank)
@@ -81,9 +114,9 @@ def test_a_pipeline_peaks_at_one_of_its_moments(configure, typed: str, rank: int
     assert real.total == pytest.approx(sum(parts.values()), rel=0.02), (parts, real)
 
 
-@pytest.mark.parametrize(("model", "mesh", "share"), [
-    (DENSE, "fsdp4", 0.25), (DENSE, "tp2", 0.25), (MIXED, "ep2", 0.75),
-])
+@pytest.mark.parametrize(
+    ("model", "mesh", "share"), [(DENSE, "fsdp4", 0.25), (DENSE, "tp2", 0.25), (MIXED, "ep2", 0.75)]
+)
 def test_a_share_of_the_products_takes_what_is_planned(configure, model: list[str], mesh: str, share: float) -> None:
     config = configure(*model, f"parallel={mesh}", "ac=selective_op", f"ac.keep_products={share}")
     job = from_config.job(config)
@@ -95,15 +128,21 @@ def test_a_share_of_the_products_takes_what_is_planned(configure, model: list[st
     assert real.peak.total == pytest.approx(sum(parts.values()), rel=0.02), (parts, real.peak)
 
 
-@pytest.mark.parametrize(("model", "typed"), [
-    (DENSE, "parallel=single ac=none"), (DENSE, "parallel=tp2 ac=selective_op"),
-    (DENSE, "parallel=single ac=selective_op ac.keep_products=0"),
-    (DENSE, "parallel=tp2 ac=selective_op ac.keep_products=1"), (DENSE, "parallel=cp2 ac=none"),
-    (MIXED, "parallel=single ac=none"),
-])
+@pytest.mark.parametrize(
+    ("model", "typed"),
+    [
+        (DENSE, "parallel=single ac=none"),
+        (DENSE, "parallel=tp2 ac=selective_op"),
+        (DENSE, "parallel=single ac=selective_op ac.keep_products=0"),
+        (DENSE, "parallel=tp2 ac=selective_op ac.keep_products=1"),
+        (DENSE, "parallel=cp2 ac=none"),
+        (MIXED, "parallel=single ac=none"),
+    ],
+)
 def test_a_compiled_block_keeps_what_is_planned(configure, model: list[str], typed: str) -> None:
-    config = configure(*model, *typed.split(), "compile=block", "compile.backend=aot_eager_decomp_partition",
-                       "model.num_layers=1")
+    config = configure(
+        *model, *typed.split(), "compile=block", "compile.backend=aot_eager_decomp_partition", "model.num_layers=1"
+    )
     job = from_config.job(config)
     [block] = job.shape.blocks
     # cosines and sines of a cp rank's positions are picked in the forward, and belong to all blocks
@@ -125,8 +164,15 @@ def test_a_budget_repeats_attention_where_the_partitioner_does(configure, no_bud
     kept, planned, repeated = [], [], []
     for share in (0.84, 0.82):
         torch.compiler.reset()
-        config = configure(*DENSE, "parallel=tp2", "ac=memory_budget", f"ac.budget={share}", "compile=block",
-                           "compile.backend=aot_eager_decomp_partition", "model.num_layers=1")
+        config = configure(
+            *DENSE,
+            "parallel=tp2",
+            "ac=memory_budget",
+            f"ac.budget={share}",
+            "compile=block",
+            "compile.backend=aot_eager_decomp_partition",
+            "model.num_layers=1",
+        )
         job = from_config.job(config)
         [block] = job.shape.blocks
         kept.append(memory_trace.compiled_block(config))

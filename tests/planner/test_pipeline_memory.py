@@ -18,16 +18,22 @@ def test_forwards_held_are_those_of_the_schedule(job, name: str, ranks: int) -> 
     for per_rank in {kind.fewest, kind.most or 3}:
         placed = owners(kind.placement, ranks=ranks, stages=per_rank * ranks)
         for microbatches in (kind.smallest(ranks), 4 * ranks):
-            made = job(mesh=Mesh(pp=ranks), schedule=name, stages_per_rank=per_rank, local_batch=microbatches,
-                       microbatches=microbatches)
+            made = job(
+                mesh=Mesh(pp=ranks),
+                schedule=name,
+                stages_per_rank=per_rank,
+                local_batch=microbatches,
+                microbatches=microbatches,
+            )
             orders = plans.named_orders(name, owners=placed, microbatches=microbatches)
             assert [in_flight.forwards_held(made, rank) for rank in range(ranks)] == [most_held(one) for one in orders]
 
 
 def test_an_interleaved_rank_has_the_gradients_of_a_stage_at_a_time(job) -> None:
     """As many microbatches as ranks: each stage's backwards are over before the one before it has its first."""
-    made = job(mesh=Mesh(dp_shard=8, pp=4), schedule="Interleaved1F1B", stages_per_rank=2, local_batch=4,
-               microbatches=4)
+    made = job(
+        mesh=Mesh(dp_shard=8, pp=4), schedule="Interleaved1F1B", stages_per_rank=2, local_batch=4, microbatches=4
+    )
     found = list(in_flight.moments(made, 0))
     assert {moment.grown for moment in found} == {(), (0,), (1,)}
     assert max(moment.held for moment in found) == in_flight.forwards_held(made, 0) == 8

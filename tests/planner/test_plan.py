@@ -39,15 +39,18 @@ def test_a_product_by_hand(job) -> None:
     assert cost.gemm_seconds(job(), narrow) > narrow.flops / 560e12 * 10
 
 
-@pytest.mark.parametrize(("mesh", "axis", "rate"), [
-    (Mesh(dp_shard=8), "shard", 270e9),  # within a host
-    (Mesh(dp_shard=16), "shard", 270e9),  # eight cards carry more than NVLink
-    (Mesh(dp_shard=32, tp=8), "shard", 40e9),  # one card
-    (Mesh(dp_shard=32, tp=2), "shard", 4 * 40e9),
-    (Mesh(dp_shard=32, tp=8), "tp", 270e9),
-    (Mesh(tp=16), "tp", 270e9),
-    (Mesh(dp_replicate=2, dp_shard=8), "dp_replicate", 40e9),
-])
+@pytest.mark.parametrize(
+    ("mesh", "axis", "rate"),
+    [
+        (Mesh(dp_shard=8), "shard", 270e9),  # within a host
+        (Mesh(dp_shard=16), "shard", 270e9),  # eight cards carry more than NVLink
+        (Mesh(dp_shard=32, tp=8), "shard", 40e9),  # one card
+        (Mesh(dp_shard=32, tp=2), "shard", 4 * 40e9),
+        (Mesh(dp_shard=32, tp=8), "tp", 270e9),
+        (Mesh(tp=16), "tp", 270e9),
+        (Mesh(dp_replicate=2, dp_shard=8), "dp_replicate", 40e9),
+    ],
+)
 def test_a_group_has_the_cards_of_its_hosts(job, mesh: Mesh, axis: str, rate: float) -> None:
     assert job(mesh=mesh).network.rate(mesh, axis) == pytest.approx(rate)
 
@@ -58,11 +61,13 @@ def test_accumulation_repeats_a_microbatch_and_not_the_optimizer(job) -> None:
     assert two.classes["optimizer"] == one.classes["optimizer"]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "idle"), [("1F1B", 1, 7 / 15), ("Interleaved1F1B", 2, 3.5 / 11.5),
-                                                          ("ZBVZeroBubble", 2, 0.0)])
+@pytest.mark.parametrize(
+    ("schedule", "stages", "idle"), [("1F1B", 1, 7 / 15), ("Interleaved1F1B", 2, 3.5 / 11.5), ("ZBVZeroBubble", 2, 0.0)]
+)
 def test_a_pipeline_waits_as_long_as_its_schedule_says(job, schedule: str, stages: int, idle: float) -> None:
-    made = step.plan_step(job(mesh=Mesh(pp=8), local_batch=8, microbatches=8, schedule=schedule,
-                              stages_per_rank=stages))
+    made = step.plan_step(
+        job(mesh=Mesh(pp=8), local_batch=8, microbatches=8, schedule=schedule, stages_per_rank=stages)
+    )
     assert made.bubble == pytest.approx(idle, rel=0.05)
 
 
@@ -71,10 +76,16 @@ def test_stages_are_short_where_embedding_and_head_are(job) -> None:
     assert uneven.layers_of_ranks == (15, 16, 16, 16, 16, 16, 16, 15)
 
 
-@pytest.mark.parametrize(("changed", "part"), [
-    ({"ac": "full"}, "activations"), ({"local_batch": 1}, "activations"), ({"mesh": Mesh(dp_shard=16)}, "optimizer"),
-    ({"moment_bytes": 2.1}, "optimizer"), ({"chunk_tokens": 128}, "logits"),
-])
+@pytest.mark.parametrize(
+    ("changed", "part"),
+    [
+        ({"ac": "full"}, "activations"),
+        ({"local_batch": 1}, "activations"),
+        ({"mesh": Mesh(dp_shard=16)}, "optimizer"),
+        ({"moment_bytes": 2.1}, "optimizer"),
+        ({"chunk_tokens": 128}, "logits"),
+    ],
+)
 def test_what_saves_memory(job, changed: dict, part: str) -> None:
     assert memory.plan_memory(job(**changed)).parts[part] < memory.plan_memory(job()).parts[part]
 
@@ -94,19 +105,23 @@ def test_split_masters_halve_the_shards_of_gradients(job) -> None:
     """Where a step has one backward pass; weights and what is missing for float32 take the four bytes of a shard."""
     two = {"mesh": Mesh(dp_shard=2), "local_batch": 1, "ac": "full", "software": FUSED}
     for accumulation, saved in ((1, 2), (2, 0)):
-        made, split = (memory.plan_memory(job("h200", **two, accumulation=accumulation, master_bytes=size))
-                       for size in (4, 2))
+        made, split = (
+            memory.plan_memory(job("h200", **two, accumulation=accumulation, master_bytes=size)) for size in (4, 2)
+        )
         assert made.total - split.total == pytest.approx(saved * 8_030_261_248 / 2)
 
 
-@pytest.mark.parametrize("typed", [
-    "model=llama3_8b hardware=h100_sxm parallel=fsdp8 train.local_batch=8 ac=none",
-    "model=llama3_8b hardware=h100_sxm parallel=single train.local_batch=1 ac=full",
-    "model=llama3_405b hardware=h100_sxm parallel=fsdp8_tp8_pp2 train.local_batch=8 ac=full",
-    "model=llama4_17bx128e hardware=a100_40gb parallel=cp8 train.local_batch=1 ac=full",
-    "model=llama3_8b hardware=h100_sxm parallel=fsdp2 train.local_batch=4 ac=selective_op ac.keep_products=0.8 "
-    "optim.implementation=foreach",  # keys that a change leaves unread
-])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "model=llama3_8b hardware=h100_sxm parallel=fsdp8 train.local_batch=8 ac=none",
+        "model=llama3_8b hardware=h100_sxm parallel=single train.local_batch=1 ac=full",
+        "model=llama3_405b hardware=h100_sxm parallel=fsdp8_tp8_pp2 train.local_batch=8 ac=full",
+        "model=llama4_17bx128e hardware=a100_40gb parallel=cp8 train.local_batch=1 ac=full",
+        "model=llama3_8b hardware=h100_sxm parallel=fsdp2 train.local_batch=4 ac=selective_op ac.keep_products=0.8 "
+        "optim.implementation=foreach",  # keys that a change leaves unread
+    ],
+)
 def test_what_does_not_fit_says_what_would(configure, typed: str) -> None:
     config = configure(*typed.split())
     made = planning.plan(from_config.job(config))
@@ -136,16 +151,22 @@ def test_where_few_changes_fit_the_nearest_is_named(configure) -> None:
     assert memory.plan_memory(near).with_margin / memory.GIB - 2.0 == pytest.approx(ways.over_gib)
 
 
-@pytest.mark.parametrize(("changed", "words"), [
-    ({"mesh": Mesh(tp=16, dp_shard=2), "shape": None}, "spans hosts of 8"),
-    ({"mesh": Mesh(tp=8, dp_shard=2), "quant": "float8_rowwise"}, "float8 gains nothing in wq, wk, wv, wo, w1, w3, w2"),
-    ({"mesh": Mesh(pp=8), "local_batch": 4, "microbatches": 4}, "pipeline ranks wait"),
-    ({"mesh": Mesh(pp=8), "local_batch": 4, "microbatches": 4}, "is a lower bound"),
-    ({"local_batch": 1, "seq_len": 2048}, "2048 tokens a forward do not fill"),
-    ({"ac": "full", "local_batch": 1}, "ac=none fits too"),
-    ({"compiled": False}, "compile=none"),
-    ({"mesh": Mesh(dp_shard=8, tp=8), "local_batch": 1}, "waits for tp transfers"),
-])
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"mesh": Mesh(tp=16, dp_shard=2), "shape": None}, "spans hosts of 8"),
+        (
+            {"mesh": Mesh(tp=8, dp_shard=2), "quant": "float8_rowwise"},
+            "float8 gains nothing in wq, wk, wv, wo, w1, w3, w2",
+        ),
+        ({"mesh": Mesh(pp=8), "local_batch": 4, "microbatches": 4}, "pipeline ranks wait"),
+        ({"mesh": Mesh(pp=8), "local_batch": 4, "microbatches": 4}, "is a lower bound"),
+        ({"local_batch": 1, "seq_len": 2048}, "2048 tokens a forward do not fill"),
+        ({"ac": "full", "local_batch": 1}, "ac=none fits too"),
+        ({"compiled": False}, "compile=none"),
+        ({"mesh": Mesh(dp_shard=8, tp=8), "local_batch": 1}, "waits for tp transfers"),
+    ],
+)
 def test_remarks(job, changed: dict, words: str) -> None:
     if "shape" in changed:
         changed = changed | {"shape": replace(job().shape, num_kv_heads=16)}
@@ -162,24 +183,31 @@ def test_a_good_plan_has_no_remarks(job) -> None:
     assert warnings(planning.plan(job("h200", mesh=Mesh(dp_shard=32), ac="none"))) == []
 
 
-@pytest.mark.parametrize(("option", "changed", "width", "words"), [
-    ("h100_500w", {}, 0.10, "bfloat16 runs of dense models"),
-    ("h200", {"mesh": Mesh(dp_shard=4, tp=2)}, 0.15, "tensor parallelism"),
-    ("h200", {"mesh": Mesh(dp_shard=4, pp=2), "quant": "float8_rowwise", "microbatches": 2}, 0.15, "pipelines are"),
-    ("h200", {"mesh": Mesh(dp_shard=4, pp=2), "quant": "float8_rowwise", "microbatches": 2}, 0.15, "float8 is"),
-    ("h200", {"mesh": Mesh(dp_replicate=2, dp_shard=8)}, 0.15, "HSDP"),
-    ("h200", {"quant": "float8_rowwise", "own_float8": True}, 0.15, "measured on one GPU alone"),
-    ("h200", {"quant": "float8_rowwise_with_gw_hp"}, 0.20, "recipe was never measured"),
-    ("h200", {"mesh": Mesh(pp=2), "microbatches": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 2}, 0.20,
-     "schedule was never measured"),
-    ("h200", {"seq_len": 65536}, 0.20, "long sequences"),
-    ("b200", {}, 0.25, "the rates of b200 are shares of its datasheet: nothing was measured on one"),
-    ("h100_pcie", {}, 0.25, "the links of pcie_200g are shares"),
-    ("h200", {"local_batch": 1, "seq_len": 2048}, 0.30, "few tokens"),
-    ("h200", {"mesh": Mesh(dp_shard=1024)}, 0.20, "no published run has more than 512"),
-    ("h200", {"mesh": Mesh(dp_shard=8192)}, 0.30, "more than 4096 devices"),
-    ("h200", {"ac": "memory_budget", "ac_budget": 0.5}, 0.25, "a budget below 0.7"),
-])
+@pytest.mark.parametrize(
+    ("option", "changed", "width", "words"),
+    [
+        ("h100_500w", {}, 0.10, "bfloat16 runs of dense models"),
+        ("h200", {"mesh": Mesh(dp_shard=4, tp=2)}, 0.15, "tensor parallelism"),
+        ("h200", {"mesh": Mesh(dp_shard=4, pp=2), "quant": "float8_rowwise", "microbatches": 2}, 0.15, "pipelines are"),
+        ("h200", {"mesh": Mesh(dp_shard=4, pp=2), "quant": "float8_rowwise", "microbatches": 2}, 0.15, "float8 is"),
+        ("h200", {"mesh": Mesh(dp_replicate=2, dp_shard=8)}, 0.15, "HSDP"),
+        ("h200", {"quant": "float8_rowwise", "own_float8": True}, 0.15, "measured on one GPU alone"),
+        ("h200", {"quant": "float8_rowwise_with_gw_hp"}, 0.20, "recipe was never measured"),
+        (
+            "h200",
+            {"mesh": Mesh(pp=2), "microbatches": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 2},
+            0.20,
+            "schedule was never measured",
+        ),
+        ("h200", {"seq_len": 65536}, 0.20, "long sequences"),
+        ("b200", {}, 0.25, "the rates of b200 are shares of its datasheet: nothing was measured on one"),
+        ("h100_pcie", {}, 0.25, "the links of pcie_200g are shares"),
+        ("h200", {"local_batch": 1, "seq_len": 2048}, 0.30, "few tokens"),
+        ("h200", {"mesh": Mesh(dp_shard=1024)}, 0.20, "no published run has more than 512"),
+        ("h200", {"mesh": Mesh(dp_shard=8192)}, 0.30, "more than 4096 devices"),
+        ("h200", {"ac": "memory_budget", "ac_budget": 0.5}, 0.25, "a budget below 0.7"),
+    ],
+)
 def test_every_range_says_why(job, option: str, changed: dict, width: float, words: str) -> None:
     found = planning.plan(job(option, **changed)).range
     assert found[0] == width
@@ -231,8 +259,17 @@ def test_a_device_without_rates_is_refused() -> None:
 
 
 def test_a_configuration_becomes_a_job(configure) -> None:
-    made = from_config.job(configure("model=llama3_70b", "parallel=hsdp2x4_tp8", "train.local_batch=2", "ac=full",
-                                    "train.global_batch=64", "compile.async_tp=true", "cluster.rdma_gb_s=20"))
+    made = from_config.job(
+        configure(
+            "model=llama3_70b",
+            "parallel=hsdp2x4_tp8",
+            "train.local_batch=2",
+            "ac=full",
+            "train.global_batch=64",
+            "compile.async_tp=true",
+            "cluster.rdma_gb_s=20",
+        )
+    )
     assert made.mesh == Mesh(dp_replicate=2, dp_shard=4, tp=8)
     assert (made.accumulation, made.local_batch, made.seq_len, made.ac) == (4, 2, 8192, "full")
     assert made.async_tp == ("all_gather", "reduce_scatter")
@@ -240,8 +277,15 @@ def test_a_configuration_becomes_a_job(configure) -> None:
 
 
 def test_a_pipeline_is_cut_as_it_is_run(configure) -> None:
-    made = from_config.job(configure("model=llama3_70b", "parallel=fsdp8_pp4", "train.global_batch=64",
-                                    "train.local_batch=1", "parallel.pp_schedule=Interleaved1F1B"))
+    made = from_config.job(
+        configure(
+            "model=llama3_70b",
+            "parallel=fsdp8_pp4",
+            "train.global_batch=64",
+            "train.local_batch=1",
+            "parallel.pp_schedule=Interleaved1F1B",
+        )
+    )
     assert (made.local_batch, made.microbatches, made.accumulation, made.stages_per_rank) == (8, 8, 1, 2)
     assert made.tokens_per_step == 64 * 8192 and made.tokens == 8192
     assert sum(made.layers_of_ranks) == 80
@@ -257,10 +301,15 @@ def test_a_schedule_from_a_file_is_simulated(configure, tmp_path) -> None:
     assert made.bubble == pytest.approx(1.0), "nine units for two microbatches of three"
 
 
-@pytest.mark.parametrize(("typed", "loss", "chunk"), [
-    ("parallel=fsdp2", "fused", 4096), ("parallel=tp2", "fused", 4096), ("kernels=torch", "chunked", 1024),
-    ("loss.chunk_tokens=512", "fused", 512),
-])
+@pytest.mark.parametrize(
+    ("typed", "loss", "chunk"),
+    [
+        ("parallel=fsdp2", "fused", 4096),
+        ("parallel=tp2", "fused", 4096),
+        ("kernels=torch", "chunked", 1024),
+        ("loss.chunk_tokens=512", "fused", 512),
+    ],
+)
 def test_the_loss_is_the_one_that_will_run(configure, typed: str, loss: str, chunk: int) -> None:
     made = from_config.job(configure(typed))
     assert (made.software.loss, made.chunk_tokens) == (loss, chunk)
@@ -288,9 +337,10 @@ def test_a_typed_cluster_wins(configure) -> None:
     assert configure("cluster=ethernet_100g").cluster.name == "ethernet_100g"
 
 
-@pytest.mark.parametrize(("model", "whole", "active"), [
-    ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704), ("llama4_17bx128e", 400_711_848_960, 17_184_691_200),
-])
+@pytest.mark.parametrize(
+    ("model", "whole", "active"),
+    [("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704), ("llama4_17bx128e", 400_711_848_960, 17_184_691_200)],
+)
 def test_a_mixture_has_its_parameters(configure, model: str, whole: int, active: int) -> None:
     made = from_config.job(configure(f"model={model}"))
     assert (made.shape.num_params, made.shape.num_active_params) == (whole, active)
@@ -301,8 +351,9 @@ def test_experts_are_spread_over_their_ranks(configure) -> None:
     spread = from_config.job(configure("model=qwen3_30b_a3b", "parallel=fsdp64_ep8"))
     alone = replace(spread, mesh=replace(spread.mesh, ep=1))
     assert spread.params_of(spread.stages_of(0))[1] == pytest.approx(alone.params_of(alone.stages_of(0))[1])
-    assert memory.plan_memory(spread).parts["gathered weights"] < 0.5 * memory.plan_memory(alone).parts[
-        "gathered weights"]
+    assert (
+        memory.plan_memory(spread).parts["gathered weights"] < 0.5 * memory.plan_memory(alone).parts["gathered weights"]
+    )
     comm = {(row["axis"], row["op"]): row for row in planning.plan(spread).communication()}
     assert comm["ep", "all_to_all"]["bytes"] > 0 and comm["ep", "all_to_all"]["exposed_s"] > 0
     assert planning.plan(spread).range[0] == 0.30
@@ -325,6 +376,10 @@ def test_what_leaves_a_host_is_slow(job) -> None:
 
 def test_chunks_of_attention_are_cheaper(configure) -> None:
     long = from_config.job(configure("model=llama4_17bx16e", "parallel=fsdp16", "train.seq_len=32768"))
-    flops = {block.rotary: sum(one.flops for one in operators.block_forward(long, block)
-                               if isinstance(one, operators.Attention)) for block in long.shape.blocks}
+    flops = {
+        block.rotary: sum(
+            one.flops for one in operators.block_forward(long, block) if isinstance(one, operators.Attention)
+        )
+        for block in long.shape.blocks
+    }
     assert flops[False] == pytest.approx(4 * flops[True])

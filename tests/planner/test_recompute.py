@@ -23,19 +23,27 @@ from titanyaml.runner.train import Trainer
 
 CPU = Env(0, 1, 0, torch.device("cpu"), "gloo")
 #: 3.6 B parameters and 16,384 tokens on one H200, with the memory that was measured for each mode.
-RUN = ("model=llama3_3b", "model.tie_embeddings=false", "parallel=single", "train.local_batch=4", "train.seq_len=4096",
-       "ac=auto")
+RUN = (
+    "model=llama3_3b",
+    "model.tie_embeddings=false",
+    "parallel=single",
+    "train.local_batch=4",
+    "train.seq_len=4096",
+    "ac=auto",
+)
 
 
 def chosen(config) -> planned.Choice:
-    limit_gib, why = planned.limit(config, device_gib=config.hardware.memory_gib,
-                                   reserve_gib=config.hardware.reserve_gib)
+    limit_gib, why = planned.limit(
+        config, device_gib=config.hardware.memory_gib, reserve_gib=config.hardware.reserve_gib
+    )
     return planned.choose(config, from_config.job(config), limit_gib=limit_gib, why=why)
 
 
-@pytest.mark.parametrize(("gib", "wanted"), [
-    (None, "none"), (91, "none"), (84, "memory_budget"), (72, "selective_op"), (58, "selective_op"), (55, "full"),
-])
+@pytest.mark.parametrize(
+    ("gib", "wanted"),
+    [(None, "none"), (91, "none"), (84, "memory_budget"), (72, "selective_op"), (58, "selective_op"), (55, "full")],
+)
 def test_the_less_memory_the_more_is_recomputed(configure, gib, wanted) -> None:
     config = configure(*RUN, *([] if gib is None else [f"ac.memory_gib={gib}"]))
     choice = chosen(config)
@@ -116,9 +124,10 @@ def test_the_smallest_device_counts_on_all_ranks(configure, monkeypatch) -> None
     assert made.ac.mode == made.pipeline.plugins["ac"]["mode"] == "selective_op", "timed as an H200, since unknown"
 
 
-@pytest.mark.parametrize(("typed", "limit_gib", "why"), [
-    ("139", (139.8 - 1.5) * 0.95, "139.8 of the device less 1.5 and 5%"), ("120", 120, "ac.memory_gib"),
-])
+@pytest.mark.parametrize(
+    ("typed", "limit_gib", "why"),
+    [("139", (139.8 - 1.5) * 0.95, "139.8 of the device less 1.5 and 5%"), ("120", 120, "ac.memory_gib")],
+)
 def test_a_typed_limit_leaves_the_device_its_margin(configure, typed: str, limit_gib: float, why: str) -> None:
     config = configure(*RUN, f"ac.memory_gib={typed}")
     made, choice = plan._settled(config)
@@ -128,11 +137,27 @@ def test_a_typed_limit_leaves_the_device_its_margin(configure, typed: str, limit
 
 
 def train(path: Path, compose, *overrides: str) -> tuple[list[float], RunDir]:
-    config = dump.to_dataclass(compose(
-        "model.vocab_size=258", "model.dim=16", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=1",
-        "model.ffn_dim=32", "model.max_seq_len=16", "train.local_batch=2", "tokenizer=bytes", "tracker=none",
-        "data=synthetic", "train.steps=2", "validation=none", "checkpoint=none", "parallel=single",
-        f"run.dir={path}", *overrides))
+    config = dump.to_dataclass(
+        compose(
+            "model.vocab_size=258",
+            "model.dim=16",
+            "model.num_layers=2",
+            "model.num_heads=2",
+            "model.num_kv_heads=1",
+            "model.ffn_dim=32",
+            "model.max_seq_len=16",
+            "train.local_batch=2",
+            "tokenizer=bytes",
+            "tracker=none",
+            "data=synthetic",
+            "train.steps=2",
+            "validation=none",
+            "checkpoint=none",
+            "parallel=single",
+            f"run.dir={path}",
+            *overrides,
+        )
+    )
     run = RunDir(path)
     run.path.mkdir()
     (path / "config.yaml").write_text("ac:\n  mode: auto\n")

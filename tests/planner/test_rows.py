@@ -81,8 +81,13 @@ def test_memory_of_one_rank_by_itself(published: ModuleType) -> None:
     for name, row in measured.items():
         ours = row["ours"]
         options = [one for one in ours["command"][2:] if not one.startswith("runner")]
-        planned = published.own({"options": " ".join(options), "tokens_per_s_per_gpu": ours["tps"],
-                                 "peak_mem_gib": ours["mem_reserved_gib"]})
+        planned = published.own(
+            {
+                "options": " ".join(options),
+                "tokens_per_s_per_gpu": ours["tps"],
+                "peak_mem_gib": ours["mem_reserved_gib"],
+            }
+        )
         assert abs(planned.memory_error) <= 0.04, name
 
 
@@ -105,8 +110,10 @@ def test_pairs_are_ordered_right(rows: list, published: ModuleType) -> None:
     assert len(found) >= 40
     wrong = [(slow.label, fast.label) for slow, fast in found if slow.tps >= fast.tps]
     assert wrong == []
-    assert statistics.median(abs(fast.tps / slow.tps / (fast.published / slow.published) - 1)
-                             for slow, fast in found) <= 0.05
+    assert (
+        statistics.median(abs(fast.tps / slow.tps / (fast.published / slow.published) - 1) for slow, fast in found)
+        <= 0.05
+    )
 
 
 def test_a_calibration_alone_is_enough(rows: list, published: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

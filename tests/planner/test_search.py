@@ -17,8 +17,7 @@ from titanyaml.planner.search import choose_ac, neighbours, search, space
 from titanyaml.planner.search.space import Space
 from titanyaml.runner import search_progress
 
-SIXTEEN = ["hardware=h100_500w", "model=llama3_8b", "launch.nproc=16", "train.global_batch=32",
-           "train.local_batch=1"]
+SIXTEEN = ["hardware=h100_500w", "model=llama3_8b", "launch.nproc=16", "train.global_batch=32", "train.local_batch=1"]
 
 
 def _planned(config, tried: Space, values: list[space.Values]) -> dict[str, float]:
@@ -48,19 +47,35 @@ def test_the_bound_leaves_none_of_the_fastest_out(configure) -> None:
     assert [one.plan.tps for one in found.best] == pytest.approx(_fastest(fitting))
 
 
-SMALL = ["hardware=h100_sxm", "hardware.memory_gib=24", "model=llama3_8b", "model.num_layers=4", "launch.nproc=8",
-         "train.global_batch=32", "train.local_batch=1"]
+SMALL = [
+    "hardware=h100_sxm",
+    "hardware.memory_gib=24",
+    "model=llama3_8b",
+    "model.num_layers=4",
+    "launch.nproc=8",
+    "train.global_batch=32",
+    "train.local_batch=1",
+]
 
 
 def test_own_products_and_steps_are_those_of_every_cell(configure) -> None:
     """Without bounds and bisection: every cell with every kernel, every usual way to recompute, and every step."""
     config = configure(*SMALL)
     usual = ("none", "memory_budget", "selective_op", "full")
-    tried = Space(axes={"tp": (1, 2), "cp": (1,), "pp": (1, 2), "dp_replicate": (1,)}, async_tp=(False,), ac=usual,
-                  quant=("float8_tensorwise",), schedule=("1F1B",), local_batch=(1, 2, 4, 8))
+    tried = Space(
+        axes={"tp": (1, 2), "cp": (1,), "pp": (1, 2), "dp_replicate": (1,)},
+        async_tp=(False,),
+        ac=usual,
+        quant=("float8_tensorwise",),
+        schedule=("1F1B",),
+        local_batch=(1, 2, 4, 8),
+    )
     found = search.search(config, tried)
-    every = [cell | kernels for cell in space.cells(config, tried)
-             for kernels in ({}, {"quant.product": "own"}, {"quant.product": "own", "optim.master": "split"})]
+    every = [
+        cell | kernels
+        for cell in space.cells(config, tried)
+        for kernels in ({}, {"quant.product": "own"}, {"quant.product": "own", "optim.master": "split"})
+    ]
     modes = _planned(config, tried, [one | {"ac.mode": mode} for one in every for mode in usual])
     steps = {}
     for one in every:
@@ -82,24 +97,32 @@ def _leaves_room(config, values: space.Values) -> bool:
 
 def test_70b_is_faster_with_what_nobody_typed(configure) -> None:
     """The choice among the usual ways, with torchao's products, is beaten by a seventh at least."""
-    config = configure("hardware=h100_500w", "model=llama3_70b", "launch.nproc=256", "train.global_batch=512",
-                       "train.local_batch=1")
+    config = configure(
+        "hardware=h100_500w", "model=llama3_70b", "launch.nproc=256", "train.global_batch=512", "train.local_batch=1"
+    )
     tried = Space(axes={"tp": (2,), "cp": (1,), "pp": (1,), "dp_replicate": (1,)}, quant=("float8_tensorwise",))
-    usual = dataclasses.replace(tried, product=("torchao",), keep_products=(0.5,),
-                                ac=("none", "memory_budget", "selective_op", "full"))
+    usual = dataclasses.replace(
+        tried, product=("torchao",), keep_products=(0.5,), ac=("none", "memory_budget", "selective_op", "full")
+    )
     one, other = search.search(config, tried).best[0], search.search(config, usual).best[0]
     assert "quant.product" not in other.change
     assert one.plan.tps > 8 / 7 * other.plan.tps
 
 
-@pytest.mark.parametrize(("overrides", "changes"), [
-    ([], {"quant.product": "torchao"}), ([], {"optim.master": "float32"}), (["kernels=torch"], {}),
-])
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [([], {"quant.product": "torchao"}), ([], {"optim.master": "float32"}), (["kernels=torch"], {})],
+)
 def test_what_is_typed_is_kept(configure, overrides: list[str], changes: dict[str, str]) -> None:
     config = configure(*SIXTEEN, *overrides)
     given = {key.partition(".")[2]: (value,) for key, value in changes.items()}
-    tried = Space(axes={"pp": (1,), "cp": (1,), "tp": (1,)}, ac=("full",), quant=("float8_rowwise",),
-                  typed=frozenset(changes), **given)
+    tried = Space(
+        axes={"pp": (1,), "cp": (1,), "tp": (1,)},
+        ac=("full",),
+        quant=("float8_rowwise",),
+        typed=frozenset(changes),
+        **given,
+    )
     found = search.search(config, tried).best
     own = any("quant.product=own" in one.change for one in found)
     assert own == ("optim.master" in changes)
@@ -157,11 +180,26 @@ def test_a_choice_is_planned_as_it_was_found(configure) -> None:
 
 def test_70b_is_at_least_as_fast_as_published(configure) -> None:
     """The published configuration is among hundreds of legal ones on 256 devices, and one at least as fast is found."""
-    published = configure("hardware=h100_500w", "model=llama3_70b", "parallel=fsdp32_tp8", "ac=full",
-                          "train.local_batch=16", "train.global_batch=512", "compile.async_tp=true")
+    published = configure(
+        "hardware=h100_500w",
+        "model=llama3_70b",
+        "parallel=fsdp32_tp8",
+        "ac=full",
+        "train.local_batch=16",
+        "train.global_batch=512",
+        "compile.async_tp=true",
+    )
     tried = Space(axes={"tp": (4, 8), "cp": (1,), "pp": (1, 2)}, quant=("none",), ac=("selective_op", "full"))
-    found = search.search(configure("hardware=h100_500w", "model=llama3_70b", "launch.nproc=256",
-                                    "train.global_batch=512", "train.local_batch=1"), tried)
+    found = search.search(
+        configure(
+            "hardware=h100_500w",
+            "model=llama3_70b",
+            "launch.nproc=256",
+            "train.global_batch=512",
+            "train.local_batch=1",
+        ),
+        tried,
+    )
     assert found.legal >= 300
     assert found.best[0].plan.tps >= planning.plan(from_config.job(published)).tps
 

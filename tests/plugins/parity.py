@@ -93,8 +93,14 @@ def train(built: Built, case: Case, env: Env, inner: optim.Optimizer | None = No
     moe = built.model.spec.moe
     routing = Routing(built.model, moe, built.ctx.facts, mesh=mesh, env=env) if moe.num_experts else None
     step = TrainStep(
-        built.model, optimizer, loss_fn=CrossEntropy(chunk_tokens=12, fused=case.fused_loss), max_norm=1.0,
-        documents=built.model.spec.document_mask, env=env, adds_loss=dims.adds_loss(mesh), routing=routing,
+        built.model,
+        optimizer,
+        loss_fn=CrossEntropy(chunk_tokens=12, fused=case.fused_loss),
+        max_norm=1.0,
+        documents=built.model.spec.document_mask,
+        env=env,
+        adds_loss=dims.adds_loss(mesh),
+        routing=routing,
     )
     results = []
     for number in range(case.steps):
@@ -104,9 +110,13 @@ def train(built: Built, case: Case, env: Env, inner: optim.Optimizer | None = No
         if number == 0:
             verify(built.model, built.resolved, built.ctx)
     return {
-        "initial": initial, "losses": [r.loss for r in results], "norms": [r.grad_norm for r in results],
-        "routing": [r.routing for r in results], "biases": [b.clone() for b in expert_biases(built.model).values()],
-        "grads": optimizer.seen, "final": {name: whole(inner.master(name)) for name in inner.names},
+        "initial": initial,
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "routing": [r.routing for r in results],
+        "biases": [b.clone() for b in expert_biases(built.model).values()],
+        "grads": optimizer.seen,
+        "final": {name: whole(inner.master(name)) for name in inner.names},
     }
 
 
@@ -114,12 +124,20 @@ def on_mesh(rank: int, case: Case, changes: dict[str, Any]) -> dict[str, Any]:
     torch.compiler.reset()
     warnings.simplefilter("ignore")
     mesh = case.dims.build("cpu")
-    built = build(case.nodes, model_spec=case.spec(), dims=case.dims, mesh=mesh,
-                  expert_mesh=case.dims.build_experts("cpu"), **changes)
+    built = build(
+        case.nodes,
+        model_spec=case.spec(),
+        dims=case.dims,
+        mesh=mesh,
+        expert_mesh=case.dims.build_experts("cpu"),
+        **changes,
+    )
     facts = {
-        "local": sum(p.to_local().numel() for p in built.model.parameters()), "masters": set(built.masters),
+        "local": sum(p.to_local().numel() for p in built.model.parameters()),
+        "masters": set(built.masters),
         "names": {name for name, _ in built.model.named_parameters()},
-        "dtypes": {p.dtype for p in built.model.parameters()}, "changes": built.changes,
+        "dtypes": {p.dtype for p in built.model.parameters()},
+        "changes": built.changes,
     }
     return train(built, case, Env.from_environ("cpu")) | facts
 

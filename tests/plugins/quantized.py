@@ -14,7 +14,10 @@ from titanyaml.config import schema
 from titanyaml.pipeline.resolve import after_step
 
 TENSORWISE, ROWWISE, HIGH_PRECISION_GRADIENT, MX = RECIPES = (
-    "float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8",
+    "float8_tensorwise",
+    "float8_rowwise",
+    "float8_rowwise_with_gw_hp",
+    "mxfp8",
 )
 TP = {"_target_": "titanyaml.plugins.tp.TensorParallel"}
 CP = {"_target_": "titanyaml.plugins.cp.ContextParallel"}

@@ -27,8 +27,16 @@ FSDP = {"_target_": "titanyaml.plugins.fsdp.FullyShard"}
 
 def spec(**changes: Any) -> Model:
     """Four layers, seven matrix products each, grouped-query attention."""
-    sizes = {"vocab_size": VOCAB, "dim": 32, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 56,
-             "max_seq_len": SEQ, "init_std": 0.1}
+    sizes = {
+        "vocab_size": VOCAB,
+        "dim": 32,
+        "num_layers": LAYERS,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_dim": 56,
+        "max_seq_len": SEQ,
+        "init_std": 0.1,
+    }
     return Model(**({"name": "small"} | sizes | changes))
 
 
@@ -44,9 +52,16 @@ class Built:
 def context(model_spec: Model, **changes: Any) -> Context:
     """One CPU rank in float64."""
     values = {
-        "dims": ParallelDims(), "mesh": None, "device": CPU, "param_dtype": torch.float64,
-        "compute_dtype": torch.float64, "reduce_dtype": torch.float64, "facts": decoder.build(model_spec).facts,
-        "seq_len": SEQ, "local_batch": 2, "accumulation": 1,
+        "dims": ParallelDims(),
+        "mesh": None,
+        "device": CPU,
+        "param_dtype": torch.float64,
+        "compute_dtype": torch.float64,
+        "reduce_dtype": torch.float64,
+        "facts": decoder.build(model_spec).facts,
+        "seq_len": SEQ,
+        "local_batch": 2,
+        "accumulation": 1,
     }
     return Context(**(values | changes))
 

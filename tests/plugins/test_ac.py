@@ -67,14 +67,23 @@ def test_loss_and_gradients_are_bit_equal(mode, document_mask):
 
 
 def loss_of_documents(model, tokens_BS, labels_BS, documents_BS):
-    return model(tokens_BS, labels_BS=labels_BS, documents_BS=documents_BS,
-                 loss_fn=lambda h_BSD, w_VD, y_BS: F.cross_entropy(F.linear(h_BSD, w_VD).flatten(0, 1), y_BS.flatten()))
+    return model(
+        tokens_BS,
+        labels_BS=labels_BS,
+        documents_BS=documents_BS,
+        loss_fn=lambda h_BSD, w_VD, y_BS: F.cross_entropy(F.linear(h_BSD, w_VD).flatten(0, 1), y_BS.flatten()),
+    )
 
 
-@pytest.mark.parametrize(("mode", "products", "attention"), [
-    # a block repeats q, k, v, o, gate, up (down's output is not needed); selective_op has kept k, o and up
-    ("full", 6 * LAYERS, LAYERS), ("selective_op", 3 * LAYERS, 0), ("selective_layer", 6 * LAYERS // 2, LAYERS // 2),
-])
+@pytest.mark.parametrize(
+    ("mode", "products", "attention"),
+    [
+        # a block repeats q, k, v, o, gate, up (down's output is not needed); selective_op has kept k, o and up
+        ("full", 6 * LAYERS, LAYERS),
+        ("selective_op", 3 * LAYERS, 0),
+        ("selective_layer", 6 * LAYERS // 2, LAYERS // 2),
+    ],
+)
 def test_the_backward_pass_really_recomputes(mode, products, attention):
     plain, counts = backward_operators({}), backward_operators(ac(mode))
     assert plain[ATTENTION] == 0 and plain["mm"] == 2 * 7 * LAYERS
@@ -82,10 +91,16 @@ def test_the_backward_pass_really_recomputes(mode, products, attention):
     assert counts[ATTENTION] == attention
 
 
-@pytest.mark.parametrize(("share", "products"), [
-    # four blocks: none, none and half in turn, half and all in turn, all
-    (0.0, 6 * LAYERS), (0.25, (6 + 3) * LAYERS // 2), (0.75, 3 * LAYERS // 2), (1.0, 0),
-])
+@pytest.mark.parametrize(
+    ("share", "products"),
+    [
+        # four blocks: none, none and half in turn, half and all in turn, all
+        (0.0, 6 * LAYERS),
+        (0.25, (6 + 3) * LAYERS // 2),
+        (0.75, 3 * LAYERS // 2),
+        (1.0, 0),
+    ],
+)
 def test_a_share_of_the_products_is_kept(share, products):
     nodes = ac("selective_op", keep_products=share)
     plain, counts = backward_operators({}), backward_operators(nodes)
@@ -98,8 +113,10 @@ def test_a_share_of_the_products_is_kept(share, products):
 
 def test_the_change_says_how_many_blocks_keep_what():
     assert "keep fused attention and every second matrix product and" in build(ac("selective_op")).changes["ac"].summary
-    assert "every second matrix product (in 3) or every matrix product (in 1) and recompute the rest" in \
-        build(ac("selective_op", keep_products=0.6)).changes["ac"].summary
+    assert (
+        "every second matrix product (in 3) or every matrix product (in 1) and recompute the rest"
+        in build(ac("selective_op", keep_products=0.6)).changes["ac"].summary
+    )
 
 
 def test_attention_with_a_document_mask_is_kept_too():
@@ -121,8 +138,9 @@ def test_float8_products_are_counted_like_the_others():
             x = x * torch._scaled_mm(a, a.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16).sin()
         return x
 
-    value = checkpoint(forward, torch.ones(16, 16, requires_grad=True), use_reentrant=False,
-                       context_fn=selective_contexts)
+    value = checkpoint(
+        forward, torch.ones(16, 16, requires_grad=True), use_reentrant=False, context_fn=selective_contexts
+    )
     with CountOperators() as operators:
         value.sum().backward()
     assert operators.counts["_scaled_mm"] == 2, "the 2nd and the 4th are kept"
@@ -187,8 +205,7 @@ def test_none_is_off_and_bad_arguments_are_problems():
     assert build(ac("none")).resolved.off == {"ac": "ac.mode is none"}
     with pytest.raises(PipelineError) as error:
         resolve(ac("ful", every=0, budget=1.0, keep_products=1.1), context(spec()))
-    assert [problem.key for problem in error.value.problems] == [
-        "ac.mode", "ac.every", "ac.budget", "ac.keep_products"]
+    assert [problem.key for problem in error.value.problems] == ["ac.mode", "ac.every", "ac.budget", "ac.keep_products"]
     with pytest.raises(PipelineError, match="nothing is compiled"):
         resolve(ac("memory_budget"), context(spec()))
 

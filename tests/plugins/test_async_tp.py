@@ -15,18 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.plugins import inductor_graphs
 from tests.plugins.inductor_graphs import GRAPHS
-from tests.plugins.parity import (
-    EVERYTHING,
-    FULL,
-    SELECTIVE,
-    TP,
-    VOCAB,
-    WHOLE,
-    Case,
-    assert_equal,
-    on_mesh,
-    one_process,
-)
+from tests.plugins.parity import EVERYTHING, FULL, SELECTIVE, TP, VOCAB, WHOLE, Case, assert_equal, on_mesh, one_process
 from tests.plugins.small import COMPILE, FSDP, Built, batch, build, context, loss, spec
 from tests.ranks import run_ranks
 from titanyaml.distributed import async_tp_times, compat, compat_compile, scaled_scatter
@@ -76,8 +65,10 @@ def release() -> None:
 
 
 def fused(forward: tuple[int, int], backward: tuple[int, int], left: str = "none") -> str:
-    return (f"fused in the compiled graphs, forward + backward: {forward[0]} + {backward[0]} all-gathers, "
-            f"{forward[1]} + {backward[1]} reduce-scatters; left as they are: {left}")
+    return (
+        f"fused in the compiled graphs, forward + backward: {forward[0]} + {backward[0]} all-gathers, "
+        f"{forward[1]} + {backward[1]} reduce-scatters; left as they are: {left}"
+    )
 
 
 def on_fake_ranks(
@@ -91,8 +82,9 @@ def on_fake_ranks(
     inductor_graphs.register()
     GRAPHS.clear()
     sizes = {"vocab_size": VOCAB, "num_layers": 2} | (model or {})
-    built = build({"tp": TP, "async_tp": ASYNC} | nodes, model_spec=spec(**sizes), dims=TP2, mesh=TP2.build("cpu"),
-                  **BFLOAT16)
+    built = build(
+        {"tp": TP, "async_tp": ASYNC} | nodes, model_spec=spec(**sizes), dims=TP2, mesh=TP2.build("cpu"), **BFLOAT16
+    )
     for layer in built.model.layers if hook else ():
         layer.feed_forward.register_forward_pre_hook(hook)
     tokens_BS, labels_BS = (part % VOCAB for part in batch(sequences))
@@ -100,12 +92,16 @@ def on_fake_ranks(
     return built
 
 
-@pytest.mark.parametrize(("nodes", "sequences", "model", "forward", "backward", "left"), [
-    ({}, 1, {}, (2, 2), (2, 2), {}),
-    ({}, 2, EVERYTHING, (2, 2), (2, 2), {}),
-    ({"ac": FULL}, 2, {}, (2, 2), (4, 3), {}),
-    ({"ac": SELECTIVE}, 2, {}, (2, 2), (4, 2), {}),  # checkpointing keeps what was scattered
-], ids=["one sequence", "everything", "full", "selective_op"])
+@pytest.mark.parametrize(
+    ("nodes", "sequences", "model", "forward", "backward", "left"),
+    [
+        ({}, 1, {}, (2, 2), (2, 2), {}),
+        ({}, 2, EVERYTHING, (2, 2), (2, 2), {}),
+        ({"ac": FULL}, 2, {}, (2, 2), (4, 3), {}),
+        ({"ac": SELECTIVE}, 2, {}, (2, 2), (4, 2), {}),  # checkpointing keeps what was scattered
+    ],
+    ids=["one sequence", "everything", "full", "selective_op"],
+)
 def test_what_is_fused_in_a_block(nodes, sequences, model, forward, backward, left) -> None:
     model = {name: value for name, value in model.items() if name != "document_mask"}
     with compat.fake_process_group(2):
@@ -173,15 +169,17 @@ def test_auto_fuses_what_was_measured_to_gain(monkeypatch, tmp_path) -> None:
         release()
         assert [graph["fused_all_gather_matmul"] for graph in GRAPHS] == [2, 4]
         assert [graph["reduce_scatter_tensor"] for graph in GRAPHS] == [2, 2]
-        assert change.summary == ("fused in the compiled graphs, forward + backward: 2 + 4 all-gathers, 0 + 0 "
-                                  f"reduce-scatters; left as they are: 2 reduce-scatters backward: {SLOWER}; "
-                                  f"2 reduce-scatters forward: {SLOWER}")
+        assert change.summary == (
+            "fused in the compiled graphs, forward + backward: 2 + 4 all-gathers, 0 + 0 "
+            f"reduce-scatters; left as they are: 2 reduce-scatters backward: {SLOWER}; "
+            f"2 reduce-scatters forward: {SLOWER}"
+        )
         told = built.changes["async_tp"].summary
         assert "all_gather 32x32 to 8+8+16 1.000 ms, fused 0.500: fused" in told
         assert "reduce_scatter 32x56 to 32 1.000 ms, fused 0.990: left" in told
         assert bool(asked) is not again
         asked = clocked(monkeypatch, lambda place: False)
-    key, = json.loads((tmp_path / "async_tp.json").read_text())
+    (key,) = json.loads((tmp_path / "async_tp.json").read_text())
     assert key == f"torch {torch.__version__}; cpu; torch.bfloat16; tp 2; 2 sequences; 2 ranks"
 
 
@@ -225,12 +223,20 @@ def timed_apart(rank: int, folder: str) -> list[tuple[str, float, float]]:
     places = async_tp_times.block_places(16, 12, [(8, 4)], [6])
     for place in places:
         torch.manual_seed(0)
-        apart, together = (call() for call in async_tp_times.calls(
-            place, group, batch=2, dtype=torch.float64, device=cpu))
+        apart, together = (
+            call() for call in async_tp_times.calls(place, group, batch=2, dtype=torch.float64, device=cpu)
+        )
         together = [together] if isinstance(together, torch.Tensor) else together
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(apart, together, strict=True))
-    times = async_tp_times.measure(places, group, batch=2, dtype=torch.float64, device=cpu,
-                                   cache=Path(folder) / "times.json", clock=lambda call: 1.0 + rank)
+    times = async_tp_times.measure(
+        places,
+        group,
+        batch=2,
+        dtype=torch.float64,
+        device=cpu,
+        cache=Path(folder) / "times.json",
+        clock=lambda call: 1.0 + rank,
+    )
     return [(str(place), time.apart, time.fused) for place, time in times.items()]
 
 
@@ -239,8 +245,13 @@ def test_all_ranks_see_the_slowest_rank(tmp_path) -> None:
     assert first == second
     assert {row[1:] for row in first} == {(2.0, 2.0)}
     assert [row[0] for row in first] == [
-        "all_gather 16x12 to 4", "all_gather 16x12 to 4+8", "all_gather 16x12 to 6", "all_gather 16x12 to 8",
-        "reduce_scatter 16x6 to 12", "reduce_scatter 16x12 to 12"]
+        "all_gather 16x12 to 4",
+        "all_gather 16x12 to 4+8",
+        "all_gather 16x12 to 6",
+        "all_gather 16x12 to 8",
+        "reduce_scatter 16x6 to 12",
+        "reduce_scatter 16x12 to 12",
+    ]
 
 
 @pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp"])
@@ -263,8 +274,13 @@ SMALLEST = {"dim": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}  # sid
 def multiply_float8(monkeypatch) -> None:
     """Own products as a GPU has them: in the graph, and with a CPU's kernel in place of a GPU's."""
     monkeypatch.setattr(Quantize, "check", lambda self, ctx: [])
-    monkeypatch.setattr(float8_linear, "_product", lambda a, inverse_a, b, inverse_b, *, fast_accum, dtype: (
-        compat.scaled_mm(a, b.t(), inverse_a, inverse_b.t(), fast_accum=fast_accum, dtype=dtype)))
+    monkeypatch.setattr(
+        float8_linear,
+        "_product",
+        lambda a, inverse_a, b, inverse_b, *, fast_accum, dtype: compat.scaled_mm(
+            a, b.t(), inverse_a, inverse_b.t(), fast_accum=fast_accum, dtype=dtype
+        ),
+    )
 
 
 def own(recipe: str) -> dict[str, Any]:
@@ -283,7 +299,8 @@ def test_scatters_behind_float8_products_are_fused(recipe: str, ac, monkeypatch)
         change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
     again = ac is FULL  # recomputes one of the forward's
     assert change.summary.startswith(
-        f"fused in the compiled graphs, forward + backward: 2 + {2 + again} reduce-scatters; left as they are: ")
+        f"fused in the compiled graphs, forward + backward: 2 + {2 + again} reduce-scatters; left as they are: "
+    )
     assert "reduce-scatter" not in change.summary.partition("left as they are")[2]
     assert [graph["scaled_products_exchange"] for graph in GRAPHS] == [2, 2 + again]
 
@@ -295,8 +312,11 @@ def test_auto_times_scatters_behind_float8_products(monkeypatch) -> None:
         built = on_fake_ranks({"quant": own("float8_tensorwise"), "compile": GRAPH, "async_tp": AUTO}, model=SMALLEST)
         change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
     assert [str(place) for place in asked] == [
-        "reduce_scatter 32x32 to 64 float8", "reduce_scatter 32x64 to 64 float8", "reduce_scatter 32x96 to 64 float8",
-        "reduce_scatter 32x128 to 64 float8"]
+        "reduce_scatter 32x32 to 64 float8",
+        "reduce_scatter 32x64 to 64 float8",
+        "reduce_scatter 32x96 to 64 float8",
+        "reduce_scatter 32x128 to 64 float8",
+    ]
     assert [graph["scaled_products_exchange"] for graph in GRAPHS] == [1, 0]
     assert f"2 reduce-scatters backward: {SLOWER}; " in change.summary
 
@@ -311,11 +331,14 @@ def scattered(rank: int, batch: int, rowwise: bool) -> tuple[torch.Tensor, torch
         rights.append(torch.randn(dim, inner).to(torch.float8_e4m3fn).t())
         left_scales.append(torch.rand(tokens, 1) + 0.5 if rowwise else torch.tensor(0.5 + number))
         right_scales.append(torch.rand(1, dim) + 0.5 if rowwise else torch.tensor(2.0))
-    whole = sum((left.float() * scale) @ (right.float() * other)
-                for left, right, scale, other in zip(lefts, rights, left_scales, right_scales, strict=True))
+    whole = sum(
+        (left.float() * scale) @ (right.float() * other)
+        for left, right, scale, other in zip(lefts, rights, left_scales, right_scales, strict=True)
+    )
     expected = scatter_sum(whole.view(batch, -1, dim), group)
     found = scaled_scatter.operator(
-        lefts, rights, left_scales, right_scales, batch, False, torch.float32, 2, group.name).sum(0)
+        lefts, rights, left_scales, right_scales, batch, False, torch.float32, 2, group.name
+    ).sum(0)
     return found, expected
 
 
@@ -339,11 +362,23 @@ def test_a_check_says_what_will_be_done() -> None:
     assert list(built.changes) == ["tp", "async_tp", "compile"]
 
 
-@pytest.mark.parametrize(("nodes", "hints"), [
-    ({"compile": COMPILE}, ["compile.async_tp_ops=[reduce_scatter] or compile.async_tp=false",
-                            "compile.async_tp_ops=[all_gather] or compile.async_tp=false"]),
-    ({"compile": GRAPH, "tp": WHOLE, "async_tp": {**ASYNC, "operators": ["all_gather"]}}, ["compile.async_tp=false"]),
-], ids=["another backend", "no sequence parallelism"])
+@pytest.mark.parametrize(
+    ("nodes", "hints"),
+    [
+        (
+            {"compile": COMPILE},
+            [
+                "compile.async_tp_ops=[reduce_scatter] or compile.async_tp=false",
+                "compile.async_tp_ops=[all_gather] or compile.async_tp=false",
+            ],
+        ),
+        (
+            {"compile": GRAPH, "tp": WHOLE, "async_tp": {**ASYNC, "operators": ["all_gather"]}},
+            ["compile.async_tp=false"],
+        ),
+    ],
+    ids=["another backend", "no sequence parallelism"],
+)
 def test_nothing_fused_is_an_error(nodes, hints) -> None:
     with compat.fake_process_group(2):
         built = on_fake_ranks(nodes)
@@ -362,10 +397,14 @@ def test_a_transfer_that_nothing_multiplies_is_told() -> None:
     with compat.fake_process_group(2):
         built = on_fake_ranks({"compile": GRAPH}, hook=scale)
         change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
-    assert change.summary == fused((1, 2), (2, 1), (
-        f"1 reduce-scatter backward: {NO_PRODUCT}; "
-        "1 all-gather forward: no matrix product takes the gathered tensor as its left side"
-    ))
+    assert change.summary == fused(
+        (1, 2),
+        (2, 1),
+        (
+            f"1 reduce-scatter backward: {NO_PRODUCT}; "
+            "1 all-gather forward: no matrix product takes the gathered tensor as its left side"
+        ),
+    )
 
 
 def trained(rank: int, case: Case, cache: str) -> dict[str, Any]:
@@ -394,8 +433,12 @@ def test_losses_and_gradients_equal_one_process(tmp_path) -> None:
     expected = one_process(case)
     for rank in run_ranks(trained, 4, case, str(tmp_path)):
         assert_equal(rank, expected)
-        assert rank["fused"] == {("forward", "all_gather"): 2, ("forward", "reduce_scatter"): 2,
-                                 ("backward", "all_gather"): 4, ("backward", "reduce_scatter"): 3}
+        assert rank["fused"] == {
+            ("forward", "all_gather"): 2,
+            ("forward", "reduce_scatter"): 2,
+            ("backward", "all_gather"): 4,
+            ("backward", "reduce_scatter"): 3,
+        }
         assert rank["left"] == {}
 
 

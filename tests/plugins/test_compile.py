@@ -48,8 +48,12 @@ def counting(side):
 def counting_backend():
     """A backend that records the operators of the graphs that inductor would get."""
     torch._dynamo.register_backend(
-        aot_autograd(fw_compiler=counting("forward"), bw_compiler=counting("backward"),
-                     partition_fn=min_cut_rematerialization_partition), "count_operators",
+        aot_autograd(
+            fw_compiler=counting("forward"),
+            bw_compiler=counting("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        ),
+        "count_operators",
     )
     return "count_operators"
 
@@ -77,8 +81,13 @@ def test_loss_and_gradients_equal_eager(mode, ac):
 
 def test_inductor_equals_eager():
     def built(pipeline, *, layers=LAYERS):
-        return build(pipeline, model_spec=spec(num_layers=layers), param_dtype=torch.float32,
-                     compute_dtype=torch.float32, reduce_dtype=torch.float32).model
+        return build(
+            pipeline,
+            model_spec=spec(num_layers=layers),
+            param_dtype=torch.float32,
+            compute_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+        ).model
 
     plain, plain_grads = step(built({}))
     value, grads = step(built(nodes("block", backend="inductor", ac="full")))
@@ -201,7 +210,8 @@ def test_auto_on_a_gpu_compiles_blocks():
 def test_bad_arguments_are_problems():
     ctx = context(spec(), dims=ParallelDims(dp_shard=2))
     for mode, backend, key, words in [
-        ("blocks", "aot_eager", "compile.mode", "'blocks'"), ("block", "inductr", "compile.backend", "is inductr"),
+        ("blocks", "aot_eager", "compile.mode", "'blocks'"),
+        ("block", "inductr", "compile.backend", "is inductr"),
         ("model", "aot_eager", "compile.mode", "2 data ranks"),
     ]:
         with pytest.raises(PipelineError) as error:
@@ -211,8 +221,11 @@ def test_bad_arguments_are_problems():
 
 
 def test_the_rules_know_torchs_backends():
-    known = {name for name in torch.compiler.list_backends(exclude_tags=None)
-             if "minifier" not in name and not name.endswith("TESTING_ONLY")}
+    known = {
+        name
+        for name in torch.compiler.list_backends(exclude_tags=None)
+        if "minifier" not in name and not name.endswith("TESTING_ONLY")
+    }
     assert known - {"count_operators", inductor_graphs.BACKEND} == {*BACKENDS, *DEBUGGING}
 
 

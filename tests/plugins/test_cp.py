@@ -43,15 +43,20 @@ def test_a_document_does_not_see_another(method: str) -> None:
         positions, first, summary = before
         moved = (first != after[1]).any(-1)
         assert torch.equal(positions[moved], positions[(positions >= 2) & (positions < 7)])
-    runs = {"allgather": "plain kernels; each rank holds 8 of 16 positions, a head and a tail run",
-            "ulysses": "the usual attention kernel; each rank holds 8 of 16 positions, one run"}
+    runs = {
+        "allgather": "plain kernels; each rank holds 8 of 16 positions, a head and a tail run",
+        "ulysses": "the usual attention kernel; each rank holds 8 of 16 positions, one run",
+    }
     assert summary == f"4 attentions over cp(2) by {method}, {runs[method]}"
 
 
-@pytest.mark.parametrize(("method", "forward", "backward"), [
-    ("allgather", {"context_attention": 1}, {"context_attention_backward": 1}),
-    ("ulysses", {"all_to_all_single": 2}, {"all_to_all_single": 2}),
-])
+@pytest.mark.parametrize(
+    ("method", "forward", "backward"),
+    [
+        ("allgather", {"context_attention": 1}, {"context_attention_backward": 1}),
+        ("ulysses", {"all_to_all_single": 2}, {"all_to_all_single": 2}),
+    ],
+)
 def test_selective_recomputation_repeats_no_transfer(method: str, forward: dict, backward: dict) -> None:
     inductor_graphs.register()
     inductor_graphs.GRAPHS.clear()
@@ -61,8 +66,11 @@ def test_selective_recomputation_repeats_no_transfer(method: str, forward: dict,
         loss(built.model, *batch(2)).backward()
     torch.compiler.reset()
     for graph, wanted in zip(inductor_graphs.GRAPHS, (forward, backward), strict=True):
-        transfers = {name: count for name, count in graph.items()
-                     if name.startswith("context_attention") or name in ("all_to_all_single", "all_gather_into_tensor")}
+        transfers = {
+            name: count
+            for name, count in graph.items()
+            if name.startswith("context_attention") or name in ("all_to_all_single", "all_gather_into_tensor")
+        }
         assert transfers == wanted
 
 
@@ -82,10 +90,10 @@ def refused(rank: int, method: str) -> str:
     return error.value.problems[0].message
 
 
-@pytest.mark.parametrize(("method", "message"), [
-    ("ring", "ring takes no mask"),
-    ("allgather", "layers.1.attention is a Identity; its sequence cannot be split"),
-])
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [("ring", "ring takes no mask"), ("allgather", "layers.1.attention is a Identity; its sequence cannot be split")],
+)
 def test_what_cannot_be_split_is_refused(method: str, message: str) -> None:
     assert run_ranks(refused, 2, method) == [message] * 2
 

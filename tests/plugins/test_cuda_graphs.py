@@ -17,10 +17,27 @@ from titanyaml.rundir import RunDir
 from titanyaml.runner.train import Trainer
 
 COMPILE = {"_target_": "titanyaml.plugins.compile.Compile", "mode": "block"}
-SIZES = ("model.vocab_size=258", "model.dim=256", "model.num_layers=3", "model.num_heads=4", "model.num_kv_heads=2",
-         "model.ffn_dim=512", "model.max_seq_len=128", "train.local_batch=2", "tokenizer=bytes", "tracker=none",
-         "data=synthetic", "train.steps=8", "checkpoint=none", "parallel=single", "optim.lr=1e-3", "hardware=h200",
-         "validation.batches=2", "validation.interval=4", "compile=block")
+SIZES = (
+    "model.vocab_size=258",
+    "model.dim=256",
+    "model.num_layers=3",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_dim=512",
+    "model.max_seq_len=128",
+    "train.local_batch=2",
+    "tokenizer=bytes",
+    "tracker=none",
+    "data=synthetic",
+    "train.steps=8",
+    "checkpoint=none",
+    "parallel=single",
+    "optim.lr=1e-3",
+    "hardware=h200",
+    "validation.batches=2",
+    "validation.interval=4",
+    "compile=block",
+)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -35,8 +52,9 @@ def train(path: Path, compose, *overrides: str) -> tuple[RunDir, Trainer, dict[s
     torch._dynamo.reset()
     run = RunDir(path)
     run.path.mkdir()
-    config = dump.to_dataclass(compose(*SIZES, f"run.dir={path}", f"compile.cache_dir={path.parent}/compiled",
-                                     *overrides))
+    config = dump.to_dataclass(
+        compose(*SIZES, f"run.dir={path}", f"compile.cache_dir={path.parent}/compiled", *overrides)
+    )
     trainer = Trainer(config, run, Env(0, 1, 0, torch.device("cuda", 0), "gloo"))
     update, grads = trainer.optimizer.step, {}
 
@@ -54,10 +72,17 @@ def train(path: Path, compose, *overrides: str) -> tuple[RunDir, Trainer, dict[s
 
 
 @on_gpu
-@pytest.mark.parametrize("overrides", [
-    [], ["train.global_batch=6"], ["train.compute_dtype=float32", "train.global_batch=4"], ["ac=memory_budget"],
-    ["kernels=torch", "compile.loss=true", "compile.optimizer=true"],
-], ids=["one", "accumulated", "float32", "recomputed", "all compiled"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["train.global_batch=6"],
+        ["train.compute_dtype=float32", "train.global_batch=4"],
+        ["ac=memory_budget"],
+        ["kernels=torch", "compile.loss=true", "compile.optimizer=true"],
+    ],
+    ids=["one", "accumulated", "float32", "recomputed", "all compiled"],
+)
 def test_trains_alike(compose, tmp_path: Path, overrides: list[str]) -> None:
     """Losses, validation and weights of eight steps, gradients of the last.
 

@@ -25,15 +25,29 @@ from titanyaml.plugins.ep import ExpertParallel
 
 EP = {"_target_": "titanyaml.plugins.ep.ExpertParallel"}
 #: Block 1 of two is a mixture.
-MIXTURE = {"num_layers": 2, "moe": MoE(
-    num_experts=8, top_k=3, ffn_dim=24, shared_ffn_dim=16, every=2, score="sigmoid", normalize=True, bias_rate=0.01,
-    balance_loss=0.05,
-)}
+MIXTURE = {
+    "num_layers": 2,
+    "moe": MoE(
+        num_experts=8,
+        top_k=3,
+        ffn_dim=24,
+        shared_ffn_dim=16,
+        every=2,
+        score="sigmoid",
+        normalize=True,
+        bias_rate=0.01,
+        balance_loss=0.05,
+    ),
+}
 EVEN = {**MIXTURE, "moe": replace(MIXTURE["moe"], balance_loss=0.0)}
 #: Weights before the experts, and so few tokens an expert that some ranks get none.
-LLAMA4 = {"num_layers": 2, "nope_every": 2, "qk_l2_norm": True, "init_std": 0.5, "moe": MoE(
-    num_experts=8, top_k=1, ffn_dim=24, shared_ffn_dim=24, score="sigmoid", weight_at="input",
-)}
+LLAMA4 = {
+    "num_layers": 2,
+    "nope_every": 2,
+    "qk_l2_norm": True,
+    "init_std": 0.5,
+    "moe": MoE(num_experts=8, top_k=1, ffn_dim=24, shared_ffn_dim=24, score="sigmoid", weight_at="input"),
+}
 SPREAD = {"ep": EP, "fsdp": FSDP}
 EP2, FSDP4_EP2 = ParallelDims(dp_shard=2, ep=2), ParallelDims(dp_shard=4, ep=2)
 EP2_TP2 = ParallelDims(dp_shard=2, tp=2, ep=2)
@@ -102,16 +116,26 @@ def test_all_tokens_to_one_rank_and_none_to_the_other() -> None:
 
 
 def save(rank: int, path: str, case: Case) -> dict[str, Tensor]:
-    built = build(case.nodes, model_spec=case.spec(), dims=case.dims, mesh=case.dims.build("cpu"),
-                  expert_mesh=case.dims.build_experts("cpu"))
+    built = build(
+        case.nodes,
+        model_spec=case.spec(),
+        dims=case.dims,
+        mesh=case.dims.build("cpu"),
+        expert_mesh=case.dims.build_experts("cpu"),
+    )
     weights = dict(built.model.named_parameters())
     make(Path(path), env=Env.from_environ("cpu")).save(1, {"model": weights}, {"position": 0})
     return {name: whole(parameter) for name, parameter in weights.items()}
 
 
 def load(rank: int, path: str, case: Case) -> dict[str, Tensor]:
-    built = build(case.nodes, model_spec=case.spec(), dims=case.dims, mesh=case.dims.build("cpu"),
-                  expert_mesh=case.dims.build_experts("cpu"))
+    built = build(
+        case.nodes,
+        model_spec=case.spec(),
+        dims=case.dims,
+        mesh=case.dims.build("cpu"),
+        expert_mesh=case.dims.build_experts("cpu"),
+    )
     return {name: whole(parameter) for name, parameter in filled(built.model, Path(path)).items()}
 
 
@@ -148,12 +172,18 @@ def replaced(rank: int) -> str:
 
 def test_what_is_not_experts_is_not_left_whole_in_silence() -> None:
     assert run_ranks(replaced, 2)[0] == (
-        "layers.1.feed_forward.experts is a Identity, which cannot be spread; only Experts can")
+        "layers.1.feed_forward.experts is a Identity, which cannot be spread; only Experts can"
+    )
 
 
 def changes(rank: int, case: Case) -> dict[str, Any]:
-    built = build(case.nodes, model_spec=case.spec(), dims=case.dims, mesh=case.dims.build("cpu"),
-                  expert_mesh=case.dims.build_experts("cpu"))
+    built = build(
+        case.nodes,
+        model_spec=case.spec(),
+        dims=case.dims,
+        mesh=case.dims.build("cpu"),
+        expert_mesh=case.dims.build_experts("cpu"),
+    )
     return {name: (change.summary, change.skipped) for name, change in built.changes.items()}
 
 

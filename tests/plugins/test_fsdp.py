@@ -25,7 +25,8 @@ ACCUMULATION = 2
 #: float32 masters and reduction, bfloat16 compute: the default on a GPU.
 MIXED = {"param_dtype": torch.float32, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 MESHES = {
-    "fsdp2": ParallelDims(dp_shard=2), "ddp2": ParallelDims(dp_replicate=2),
+    "fsdp2": ParallelDims(dp_shard=2),
+    "ddp2": ParallelDims(dp_replicate=2),
     "hsdp2x2": ParallelDims(dp_replicate=2, dp_shard=2),
 }
 PIPELINES = {
@@ -92,19 +93,22 @@ def distance(found, expected) -> float:
     return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
 
-@pytest.mark.parametrize(("mesh", "pipeline", "tied"), [
-    ("fsdp2", "auto", False),
-    ("fsdp2", "always", True),
-    ("fsdp2", "never", False),
-    ("fsdp2", "reuse", False),
-    ("fsdp2", "ac", True),
-    ("fsdp2", "ac and compile", False),
-    ("ddp2", "auto", True),
-    ("ddp2", "ac and compile", False),
-    ("hsdp2x2", "auto", True),
-    ("hsdp2x2", "always", False),
-    ("hsdp2x2", "reuse", True),
-])
+@pytest.mark.parametrize(
+    ("mesh", "pipeline", "tied"),
+    [
+        ("fsdp2", "auto", False),
+        ("fsdp2", "always", True),
+        ("fsdp2", "never", False),
+        ("fsdp2", "reuse", False),
+        ("fsdp2", "ac", True),
+        ("fsdp2", "ac and compile", False),
+        ("ddp2", "auto", True),
+        ("ddp2", "ac and compile", False),
+        ("hsdp2x2", "auto", True),
+        ("hsdp2x2", "always", False),
+        ("hsdp2x2", "reuse", True),
+    ],
+)
 def test_summed_gradients_equal_one_process(mesh, pipeline, tied):
     dims = MESHES[mesh]
     shape = {"tie_embeddings": tied, "dim": 36, "num_heads": 6}  # 97 and 36 rows: uneven shards
@@ -175,16 +179,23 @@ def test_off_and_refused():
     with pytest.raises(PipelineError) as error:
         resolve({"fsdp": {**FSDP, "reshard_after_forward": "sometimes"}}, context(spec(), param_dtype=torch.float32))
     assert [problem.key for problem in error.value.problems] == [
-        "parallel.fsdp_reshard_after_forward", "train.compute_dtype"
+        "parallel.fsdp_reshard_after_forward",
+        "train.compute_dtype",
     ]
     assert error.value.problems[1].hint == "train.param_dtype=float64"
 
 
-@pytest.mark.parametrize(("options", "changes"), [
-    ({}, {"accumulation": 2}), ({"master": "split"}, {}), ({"cpu_offload": True}, {}),
-    ({}, {"param_dtype": torch.float64}), ({}, {"dims": ParallelDims(dp_shard=2, pp=2)}),
-    ({}, {"dims": ParallelDims()}),
-])
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, {"accumulation": 2}),
+        ({"master": "split"}, {}),
+        ({"cpu_offload": True}, {}),
+        ({}, {"param_dtype": torch.float64}),
+        ({}, {"dims": ParallelDims(dp_shard=2, pp=2)}),
+        ({}, {"dims": ParallelDims()}),
+    ],
+)
 def test_only_whole_gradients_take_memory_of_activations(options, changes):
     given = {**MIXED, "dims": MESHES["fsdp2"], **changes}
     problems = FullyShard(reuse_memory=True, **options).check(context(spec(), **given))

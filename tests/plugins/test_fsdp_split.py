@@ -71,8 +71,9 @@ def dots(rank: int, dims: ParallelDims, parts: list[list[int]]) -> dict[str, Ten
     model, _ = FullyShard(master="split").apply(model, ctx)
     model.to_empty(device="cpu")
     named = dict(model.named_parameters())
-    masters = {name: split_off(distribute_tensor(initial(name), p.device_mesh, p.placements), p)
-               for name, p in named.items()}
+    masters = {
+        name: split_off(distribute_tensor(initial(name), p.device_mesh, p.placements), p) for name, p in named.items()
+    }
     found = {f"{name} 0": whole(value_of(p.detach(), masters[name])) for name, p in named.items()}
     optimizer = optim.build(schema.Optim(), named, masters=masters, device="cpu", one_backward=len(parts) == 1)
     for step in range(STEPS):
@@ -100,9 +101,11 @@ def by_hand() -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("dims", "parts"), [
-    (FSDP2, OVER_MICROBATCHES), (DDP2, OVER_MICROBATCHES), (HSDP, OVER_RANKS),
-], ids=["fsdp2", "ddp2", "hsdp"])
+@pytest.mark.parametrize(
+    ("dims", "parts"),
+    [(FSDP2, OVER_MICROBATCHES), (DDP2, OVER_MICROBATCHES), (HSDP, OVER_RANKS)],
+    ids=["fsdp2", "ddp2", "hsdp"],
+)
 def test_masters_are_those_of_exact_sums(dims: ParallelDims, parts: list[list[int]]) -> None:
     expected = by_hand()
     for found in run_ranks(dots, dims.world_size, dims, parts):
@@ -118,10 +121,14 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
 
-@pytest.mark.parametrize("case", [
-    Case(FSDP2, {"fsdp": SPLIT}, accumulation=2, model={"tie_embeddings": True}),
-    Case(ParallelDims(dp_shard=2, tp=2), {"tp": TP, "fsdp": SPLIT}),
-], ids=["fsdp2", "fsdp2_tp2"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(FSDP2, {"fsdp": SPLIT}, accumulation=2, model={"tie_embeddings": True}),
+        Case(ParallelDims(dp_shard=2, tp=2), {"tp": TP, "fsdp": SPLIT}),
+    ],
+    ids=["fsdp2", "fsdp2_tp2"],
+)
 def test_trains_as_one_process_with_split_masters(case: Case) -> None:
     expected, exact = one_process(case, split=True, **MIXED), one_process(case)
     for rank in run_ranks(on_mesh, case.dims.world_size, case, {"split": True, **MIXED}):

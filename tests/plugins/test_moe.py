@@ -9,18 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.plugins.parity import (
-    FULL,
-    SELECTIVE,
-    TP,
-    WHOLE,
-    Case,
-    assert_equal,
-    cp,
-    on_mesh,
-    one_process,
-    train,
-)
+from tests.plugins.parity import FULL, SELECTIVE, TP, WHOLE, Case, assert_equal, cp, on_mesh, one_process, train
 from tests.plugins.small import COMPILE, FSDP, build, loss
 from tests.plugins.test_tp import FSDP2_TP2, TP2
 from tests.ranks import run_ranks
@@ -31,14 +20,28 @@ from titanyaml.models.moe import Router
 from titanyaml.runner.routing import Routing
 
 #: Blocks 1 and 3 of four are mixtures.
-MIXTURE = {"num_layers": 4, "moe": MoE(
-    num_experts=6, top_k=2, ffn_dim=24, shared_ffn_dim=16, every=2, score="sigmoid", normalize=True, bias_rate=0.01,
-    balance_loss=0.05,
-)}
+MIXTURE = {
+    "num_layers": 4,
+    "moe": MoE(
+        num_experts=6,
+        top_k=2,
+        ffn_dim=24,
+        shared_ffn_dim=16,
+        every=2,
+        score="sigmoid",
+        normalize=True,
+        bias_rate=0.01,
+        balance_loss=0.05,
+    ),
+}
 #: Weights before the experts, blocks without rotary embedding.
-LLAMA4 = {"num_layers": 2, "nope_every": 2, "attention_chunk": 8, "qk_l2_norm": True, "moe": MoE(
-    num_experts=4, top_k=1, ffn_dim=24, shared_ffn_dim=24, score="sigmoid", weight_at="input",
-)}
+LLAMA4 = {
+    "num_layers": 2,
+    "nope_every": 2,
+    "attention_chunk": 8,
+    "qk_l2_norm": True,
+    "moe": MoE(num_experts=4, top_k=1, ffn_dim=24, shared_ffn_dim=24, score="sigmoid", weight_at="input"),
+}
 CASES = {
     "ac": Case(ParallelDims(), {"ac": FULL}, 2, MIXTURE),
     "ac, operators": Case(ParallelDims(), {"ac": SELECTIVE}, 1, MIXTURE),
@@ -48,8 +51,12 @@ CASES = {
     "tp2": Case(TP2, {"tp": TP}, 2, MIXTURE),
     "tp2, whole sequence": Case(TP2, {"tp": WHOLE}, 1, MIXTURE),
     "tp2, llama4, ac, compile": Case(TP2, {"tp": TP, "ac": FULL, "compile": COMPILE}, 1, LLAMA4),
-    "cp2": Case(ParallelDims(cp=2), {"cp": cp("allgather"), "fsdp": FSDP}, 1, {
-        **MIXTURE, "moe": replace(MIXTURE["moe"], balance_loss=0.0)}),
+    "cp2": Case(
+        ParallelDims(cp=2),
+        {"cp": cp("allgather"), "fsdp": FSDP},
+        1,
+        {**MIXTURE, "moe": replace(MIXTURE["moe"], balance_loss=0.0)},
+    ),
     "fsdp2_tp2": Case(FSDP2_TP2, {"tp": TP, "fsdp": FSDP}, 2, MIXTURE),
 }
 

@@ -9,18 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.plugins.parity import (
-    EVERYTHING,
-    FULL,
-    SELECTIVE,
-    TP,
-    WHOLE,
-    Case,
-    assert_equal,
-    cp,
-    on_mesh,
-    one_process,
-)
+from tests.plugins.parity import EVERYTHING, FULL, SELECTIVE, TP, WHOLE, Case, assert_equal, cp, on_mesh, one_process
 from tests.plugins.small import COMPILE, FSDP
 from tests.ranks import run_ranks
 from titanyaml.distributed.mesh import ParallelDims

@@ -119,57 +119,85 @@ def test_every_schedule_on_four_ranks() -> None:
 
 def test_with_everything_in_a_block_and_tied_ends() -> None:
     pp2 = ParallelDims(pp=2)
-    compare({
-        "1F1B": Case(pp2, {"schedule": "1F1B"}, {"ac": FULL}, model=EVERYTHING),
-        "interleaved": Case(pp2, {"schedule": "InterleavedZeroBubble"}, model=EVERYTHING),
-        "looped": Case(pp2, {"schedule": "LoopedBFS"}, {"ac": SELECTIVE}, model=EVERYTHING),
-        "v": Case(pp2, {"schedule": "ZBVZeroBubble"}, model=EVERYTHING),
-        "compiled": Case(pp2, {"schedule": "1F1B"}, {"compile": COMPILE}, model=EVERYTHING),
-    }, 2)
+    compare(
+        {
+            "1F1B": Case(pp2, {"schedule": "1F1B"}, {"ac": FULL}, model=EVERYTHING),
+            "interleaved": Case(pp2, {"schedule": "InterleavedZeroBubble"}, model=EVERYTHING),
+            "looped": Case(pp2, {"schedule": "LoopedBFS"}, {"ac": SELECTIVE}, model=EVERYTHING),
+            "v": Case(pp2, {"schedule": "ZBVZeroBubble"}, model=EVERYTHING),
+            "compiled": Case(pp2, {"schedule": "1F1B"}, {"compile": COMPILE}, model=EVERYTHING),
+        },
+        2,
+    )
 
 
 def test_with_sharded_stages() -> None:
     dims, fsdp = ParallelDims(pp=2, dp_shard=2), {"fsdp": FSDP}
-    compare({
-        "GPipe": Case(dims, {"schedule": "GPipe"}, fsdp),
-        "1F1B": Case(dims, {"schedule": "1F1B"}, {"ac": FULL, "fsdp": FSDP}, model=EVERYTHING),
-        "looped": Case(dims, {"schedule": "InterleavedZeroBubble"}, fsdp, model=EVERYTHING),
-        "v": Case(dims, {"schedule": "DualPipeV"}, fsdp),
-        "always": Case(dims, {"schedule": "Interleaved1F1B"}, {"fsdp": {**FSDP, "reshard_after_forward": "always"}}),
-    }, 4)
+    compare(
+        {
+            "GPipe": Case(dims, {"schedule": "GPipe"}, fsdp),
+            "1F1B": Case(dims, {"schedule": "1F1B"}, {"ac": FULL, "fsdp": FSDP}, model=EVERYTHING),
+            "looped": Case(dims, {"schedule": "InterleavedZeroBubble"}, fsdp, model=EVERYTHING),
+            "v": Case(dims, {"schedule": "DualPipeV"}, fsdp),
+            "always": Case(
+                dims, {"schedule": "Interleaved1F1B"}, {"fsdp": {**FSDP, "reshard_after_forward": "always"}}
+            ),
+        },
+        4,
+    )
 
 
 def test_with_split_matrices() -> None:
     dims, tp = ParallelDims(pp=2, tp=2), {"tp": TP}
-    compare({
-        "1F1B": Case(dims, {"schedule": "1F1B"}, {"tp": TP, "ac": FULL}, model=EVERYTHING),
-        "v": Case(dims, {"schedule": "ZBVZeroBubble"}, tp),
-        "whole sequence": Case(dims, {"schedule": "LoopedBFS"}, {"tp": WHOLE}),
-    }, 4)
+    compare(
+        {
+            "1F1B": Case(dims, {"schedule": "1F1B"}, {"tp": TP, "ac": FULL}, model=EVERYTHING),
+            "v": Case(dims, {"schedule": "ZBVZeroBubble"}, tp),
+            "whole sequence": Case(dims, {"schedule": "LoopedBFS"}, {"tp": WHOLE}),
+        },
+        4,
+    )
 
 
 def test_with_split_sequences() -> None:
     dims = ParallelDims(pp=2, cp=2)
-    compare({
-        "1F1B": Case(dims, {"schedule": "1F1B"}, {"cp": cp("allgather"), "ac": FULL, "fsdp": FSDP}, model=EVERYTHING),
-        "v": Case(dims, {"schedule": "DualPipeV"}, {"cp": cp("ring"), "fsdp": FSDP}),
-        "looped": Case(dims, {"schedule": "LoopedBFS"}, {"cp": cp("ulysses"), "fsdp": FSDP}),
-    }, 4)
+    compare(
+        {
+            "1F1B": Case(
+                dims, {"schedule": "1F1B"}, {"cp": cp("allgather"), "ac": FULL, "fsdp": FSDP}, model=EVERYTHING
+            ),
+            "v": Case(dims, {"schedule": "DualPipeV"}, {"cp": cp("ring"), "fsdp": FSDP}),
+            "looped": Case(dims, {"schedule": "LoopedBFS"}, {"cp": cp("ulysses"), "fsdp": FSDP}),
+        },
+        4,
+    )
 
 
 def test_with_spread_experts() -> None:
     """Every second block is a mixture."""
-    mixture = {"moe": schema.MoE(
-        num_experts=4, top_k=2, ffn_dim=24, shared_ffn_dim=16, every=2, score="sigmoid", normalize=True, bias_rate=0.01,
-        balance_loss=0.05,
-    )}
+    mixture = {
+        "moe": schema.MoE(
+            num_experts=4,
+            top_k=2,
+            ffn_dim=24,
+            shared_ffn_dim=16,
+            every=2,
+            score="sigmoid",
+            normalize=True,
+            bias_rate=0.01,
+            balance_loss=0.05,
+        )
+    }
     ep = {"ep": {"_target_": "titanyaml.plugins.ep.ExpertParallel"}, "fsdp": FSDP}
     dims = ParallelDims(pp=2, dp_shard=2, ep=2)
-    compare({
-        "1F1B": Case(dims, {"schedule": "1F1B"}, {**ep, "ac": FULL}, model=mixture),
-        "looped": Case(dims, {"schedule": "LoopedBFS"}, {**ep, "compile": COMPILE}, model=mixture),
-        "GPipe": Case(dims, {"schedule": "GPipe"}, ep, model=mixture | {"tie_embeddings": True}),
-    }, 4)
+    compare(
+        {
+            "1F1B": Case(dims, {"schedule": "1F1B"}, {**ep, "ac": FULL}, model=mixture),
+            "looped": Case(dims, {"schedule": "LoopedBFS"}, {**ep, "compile": COMPILE}, model=mixture),
+            "GPipe": Case(dims, {"schedule": "GPipe"}, ep, model=mixture | {"tie_embeddings": True}),
+        },
+        4,
+    )
 
 
 ODD = """0F0,1F0,0F1,1F1,,1B0,0B0,1B1,0B1
@@ -185,8 +213,14 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
 
 def mixed(rank: int, case: Case) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    built = build({"pp": {**PP, **case.pp}, **case.nodes}, model_spec=case.spec(), dims=case.dims,
-                  mesh=case.dims.build("cpu"), accumulation=case.accumulation, **MIXED)
+    built = build(
+        {"pp": {**PP, **case.pp}, **case.nodes},
+        model_spec=case.spec(),
+        dims=case.dims,
+        mesh=case.dims.build("cpu"),
+        accumulation=case.accumulation,
+        **MIXED,
+    )
     dtypes = {parameter.dtype for parameter in built.model.parameters()}
     return train(built, case, Env.from_environ("cpu")) | {"dtypes": dtypes}
 
@@ -235,8 +269,14 @@ def loaded(rank: int, path: str, case: Case) -> dict[str, Tensor]:
 def built_on(case: Case) -> Built:
     mesh = case.dims.build("cpu") if case.dims.world_size > 1 else None
     nodes = {"pp": {**PP, **case.pp}, **case.nodes}
-    return build(nodes, model_spec=case.spec(), dims=case.dims, mesh=mesh, accumulation=case.accumulation,
-                 expert_mesh=case.dims.build_experts("cpu") if mesh is not None else None)
+    return build(
+        nodes,
+        model_spec=case.spec(),
+        dims=case.dims,
+        mesh=mesh,
+        accumulation=case.accumulation,
+        expert_mesh=case.dims.build_experts("cpu") if mesh is not None else None,
+    )
 
 
 def test_checkpoints_are_read_by_every_mesh(tmp_path: Path) -> None:
@@ -244,7 +284,8 @@ def test_checkpoints_are_read_by_every_mesh(tmp_path: Path) -> None:
     tied = {"tie_embeddings": True}
     pipe = Case(ParallelDims(pp=2), {"schedule": "Interleaved1F1B"}, {}, model=tied)
     others = [
-        Case(ParallelDims(), {}, {}, model=tied), Case(ParallelDims(tp=2), {}, {"tp": TP}, model=tied),
+        Case(ParallelDims(), {}, {}, model=tied),
+        Case(ParallelDims(tp=2), {}, {"tp": TP}, model=tied),
         Case(ParallelDims(dp_shard=2), {}, {"fsdp": FSDP}, model=tied),
     ]
     there = merged(run_ranks(saved, 2, str(tmp_path / "pipe"), pipe))

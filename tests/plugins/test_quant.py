@@ -39,6 +39,7 @@ from titanyaml.plugins.quant import OwnProduct, Quantize, local_shape
 
 # ---- the recipes
 
+
 def cast(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
     """What is left of float64 numbers after a cast at this scale."""
     scale = scale.float().double()
@@ -85,14 +86,18 @@ def product_of(recipe: str, owner: str) -> Any:
     return float8.MXProduct(emulate=True) if recipe == MX else float8.Float8Product(recipe, emulate=True)
 
 
-@pytest.mark.parametrize(("recipe", "owner"), [(recipe, "torchao") for recipe in RECIPES] + [
-    (recipe, "own") for recipe in (TENSORWISE, ROWWISE, HIGH_PRECISION_GRADIENT)
-])
+@pytest.mark.parametrize(
+    ("recipe", "owner"),
+    [(recipe, "torchao") for recipe in RECIPES]
+    + [(recipe, "own") for recipe in (TENSORWISE, ROWWISE, HIGH_PRECISION_GRADIENT)],
+)
 def test_products_are_those_of_the_recipe(recipe: str, owner: str) -> None:
     draw = torch.Generator().manual_seed(0)
     # rows and columns of different size: a scale along the wrong side shows
-    x_MK, w_NK, g_MN = (torch.randn(shape, generator=draw) * torch.randn(shape[0], 1, generator=draw).exp()
-                        for shape in ((64, 32), (96, 32), (64, 96)))
+    x_MK, w_NK, g_MN = (
+        torch.randn(shape, generator=draw) * torch.randn(shape[0], 1, generator=draw).exp()
+        for shape in ((64, 32), (96, 32), (64, 96))
+    )
     product = product_of(recipe, owner)
     inputs = [t.clone().requires_grad_() for t in (x_MK, w_NK)]
     bias = torch.randn(96, generator=draw)
@@ -100,13 +105,15 @@ def test_products_are_those_of_the_recipe(recipe: str, owner: str) -> None:
     out.backward(g_MN.view(4, 16, 96))
     found = [(out.detach() - bias).view(64, 96), *(t.grad for t in inputs)]
     exact = [F.linear(x_MK, w_NK), g_MN @ w_NK, g_MN.T @ x_MK]
-    for mine, wanted, high in zip(found, reference(recipe, *(t.double() for t in (x_MK, w_NK, g_MN))), exact,
-                                  strict=True):
+    for mine, wanted, high in zip(
+        found, reference(recipe, *(t.double() for t in (x_MK, w_NK, g_MN))), exact, strict=True
+    ):
         assert (mine - wanted).norm() < 3e-6 * wanted.norm()  # sums in float32
         assert (mine - high).norm() < 0.1 * high.norm()
 
 
 # ---- what is converted
+
 
 def change(model_spec: schema.Model, tp: int = 1, **arguments: Any) -> Any:
     model = decoder.build(model_spec)
@@ -155,8 +162,17 @@ def test_what_a_rank_multiplies_decides() -> None:
 
 def test_names_that_stay() -> None:
     got = change(sizes(), recipe=ROWWISE, filter_fqns=["layers.0", "wo", "output"])
-    assert got.modules == [f"layers.1.{n}" for n in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1",
-                                                     "feed_forward.w2", "feed_forward.w3")]
+    assert got.modules == [
+        f"layers.1.{n}"
+        for n in (
+            "attention.wq",
+            "attention.wk",
+            "attention.wv",
+            "feed_forward.w1",
+            "feed_forward.w2",
+            "feed_forward.w3",
+        )
+    ]
     assert got.skipped["layers.1.attention.wo"] == "quant.filter_fqns has 'wo'"
     with pytest.raises(PipelineError) as error:
         change(sizes(), recipe=ROWWISE, filter_fqns=["wo", "feed_foward"])
@@ -173,8 +189,10 @@ def test_the_rules_know_the_names_and_shapes_of_layers(compose: Any, option: str
     assert {name: (n, k) for name, n, k, _ in layers.linear_layers(model_spec)} == found
     assert layers.module_names(model_spec) == {name for name, _ in model.named_modules()} - {""}
     ctx = context(model_spec, dims=ParallelDims(tp=2), facts=model.facts)
-    assert all(layer.on_each(2) == local_shape(layer.name, model.get_submodule(layer.name), ctx)
-               for layer in layers.linear_layers(model_spec))
+    assert all(
+        layer.on_each(2) == local_shape(layer.name, model.get_submodule(layer.name), ctx)
+        for layer in layers.linear_layers(model_spec)
+    )
 
 
 def test_a_linear_layer_of_another_class_is_named() -> None:
@@ -220,9 +238,11 @@ def test_an_unknown_torchao_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_torchao_is_imported_late_and_in_silence() -> None:
-    code = ("import sys, titanyaml.plugins.quant, titanyaml.optim\nassert 'torchao' not in sys.modules\n"
-            "from titanyaml import float8\nfloat8.MXProduct(emulate=True)\n"
-            "float8.Float8Product('float8_rowwise', emulate=True)\n")
+    code = (
+        "import sys, titanyaml.plugins.quant, titanyaml.optim\nassert 'torchao' not in sys.modules\n"
+        "from titanyaml import float8\nfloat8.MXProduct(emulate=True)\n"
+        "float8.Float8Product('float8_rowwise', emulate=True)\n"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
 

@@ -72,9 +72,16 @@ def on_mesh(rank: int, dims: ParallelDims, changes: dict, forwards: int, pipelin
 
 
 MESHES = {
-    "fsdp2": (FSDP2, MIXED, [
-        {"quant": PLAIN}, {"quant": GATHERED}, {"quant": LATE},
-        {"quant": GATHERED, "ac": {**AC, "mode": "selective_op"}, "compile": COMPILE}]),
+    "fsdp2": (
+        FSDP2,
+        MIXED,
+        [
+            {"quant": PLAIN},
+            {"quant": GATHERED},
+            {"quant": LATE},
+            {"quant": GATHERED, "ac": {**AC, "mode": "selective_op"}, "compile": COMPILE},
+        ],
+    ),
     "fsdp2_tp2": (ParallelDims(dp_shard=2, tp=2), FLOAT32, [{"quant": PLAIN, "tp": TP}, {"quant": GATHERED, "tp": TP}]),
 }
 
@@ -107,8 +114,9 @@ def written(rank: int, path: str) -> dict[str, list[float]]:
     """Validation losses after weights were written in every way but a step's, with and without float8 gathers."""
     found = {}
     for name, quant in {"plain": PLAIN, "gathered": GATHERED}.items():
-        built = build({"quant": quant, "fsdp": FSDP}, model_spec=sizes(), dims=FSDP2, mesh=FSDP2.build("cpu"),
-                      **FLOAT32)
+        built = build(
+            {"quant": quant, "fsdp": FSDP}, model_spec=sizes(), dims=FSDP2, mesh=FSDP2.build("cpu"), **FLOAT32
+        )
         optimizer, tokens = of(built), batch(2)
         weights = {"model": optimizer.weights()}
         parameter, losses = built.model.layers[1].feed_forward.w2.weight, []
@@ -154,8 +162,10 @@ def quantized(ranks: int, **changes: Any) -> tuple[Quantize, Any]:
 
 def test_what_is_gathered_in_what_is_told() -> None:
     _, summary = quantized(2)
-    assert "; FSDP gathers 14 weights in float8, 1 byte a number, and all else in bfloat16; shards are cast by the " \
-           "first gather after an update and kept, 1 byte a number" in summary
+    assert (
+        "; FSDP gathers 14 weights in float8, 1 byte a number, and all else in bfloat16; shards are cast by the "
+        "first gather after an update and kept, 1 byte a number" in summary
+    )
     _, summary = quantized(3, ffn_dim=96)
     assert "FSDP gathers 4 weights in float8, 1 byte a number, and layers.0.attention.wq (64 rows), " in summary
     assert "and 6 more, not a multiple of 3 ranks, and all else in bfloat16" in summary

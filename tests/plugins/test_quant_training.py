@@ -37,6 +37,7 @@ from titanyaml.plugins.quant import OwnProduct
 
 # ---- training
 
+
 def one_process(nodes: dict[str, Any], **changes: Any) -> dict[str, Any]:
     torch.compiler.reset()
     return train(build(nodes, model_spec=sizes(), **(FLOAT32 | changes)))
@@ -80,7 +81,7 @@ def test_selective_recomputation_keeps_every_second_float8_product() -> None:
 
 @pytest.mark.parametrize(("recipe", "product"), [(TENSORWISE, "own"), (ROWWISE, "torchao")])
 def test_a_compiled_block_that_is_recomputed_keeps_its_input_only(
-    recipe: str, product: str, monkeypatch: pytest.MonkeyPatch,
+    recipe: str, product: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters, rotation and random state aside. torch 2.11 by itself keeps what each product of ours puts out."""
     if product == "own":
@@ -110,8 +111,11 @@ def kept_by_graphs(value: Tensor, parameters: list[Tensor]) -> list[tuple[int, .
         seen.add(function)
         todo += [earlier for earlier, _ in function.next_functions]
         if function.name() == "CompiledFunctionBackward":
-            found += [tensor for tensor in function.saved_tensors
-                      if tensor.data_ptr() not in mine and tensor.dtype != torch.uint8]
+            found += [
+                tensor
+                for tensor in function.saved_tensors
+                if tensor.data_ptr() not in mine and tensor.dtype != torch.uint8
+            ]
     return [tuple(tensor.shape) for tensor in found]
 
 
@@ -135,6 +139,7 @@ def test_a_kept_float8_weight_is_cast_once() -> None:
 
 # ---- meshes
 
+
 def on_mesh(rank: int, dims: ParallelDims, nodes: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     torch.compiler.reset()
     mesh = dims.build("cpu")
@@ -143,7 +148,9 @@ def on_mesh(rank: int, dims: ParallelDims, nodes: dict[str, Any], changes: dict[
     scales = [getattr(p._local_tensor, "_precomputed_scale", None) for p in built.model.parameters()]
     return {
         "tp": built.changes["tp"].summary if "tp" in built.changes else "",
-        "losses": found["losses"], "grads": found["grads"], "scales": sum(scale is not None for scale in scales),
+        "losses": found["losses"],
+        "grads": found["grads"],
+        "scales": sum(scale is not None for scale in scales),
         "kinds": {type(weight.to_local()) for weight in found["weights"].values()},
         "weights": {name: whole(weight) for name, weight in found["weights"].items()},
     }
@@ -157,7 +164,9 @@ def summed(ranks: list[dict[str, Any]], dims: ParallelDims) -> list[float]:
 MESHES = {
     "fsdp2": (ParallelDims(dp_shard=2), {"fsdp": FSDP}),
     "fsdp2, ac, compile": (
-        ParallelDims(dp_shard=2), {"ac": {**AC, "mode": "selective_op"}, "compile": COMPILE, "fsdp": FSDP}),
+        ParallelDims(dp_shard=2),
+        {"ac": {**AC, "mode": "selective_op"}, "compile": COMPILE, "fsdp": FSDP},
+    ),
     "tp2": (ParallelDims(tp=2), {"tp": TP}),
     "tp2, compile": (ParallelDims(tp=2), {"tp": TP, "compile": COMPILE}),
     "cp2": (ParallelDims(cp=2), {"cp": CP, "fsdp": FSDP}),
@@ -165,9 +174,10 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(("mesh", "recipe"), [
-    *((mesh, ROWWISE) for mesh in MESHES), ("fsdp2", HIGH_PRECISION_GRADIENT), ("fsdp2", MX), ("tp2", MX),
-])
+@pytest.mark.parametrize(
+    ("mesh", "recipe"),
+    [*((mesh, ROWWISE) for mesh in MESHES), ("fsdp2", HIGH_PRECISION_GRADIENT), ("fsdp2", MX), ("tp2", MX)],
+)
 def test_scales_per_row_make_meshes_equal(mesh: str, recipe: str) -> None:
     """A row belongs to one token or one feature, so FSDP and the forward of tp cut none; what tp cuts has powers of two
     for scales. What is left is the order of sums, and a cast that falls on the other side because of it."""
@@ -226,8 +236,11 @@ def test_gathering_in_float8_with_and_without_precomputed_scales(mesh: str, chan
     dims, nodes = MESHES[mesh]
     plain, gathered, precomputed = (
         run_ranks(on_mesh, dims.world_size, dims, {"quant": node(TENSORWISE, **options), **nodes}, changes)
-        for options in ({}, {"fsdp_float8_all_gather": True},
-                        {"fsdp_float8_all_gather": True, "precompute_scale": True})
+        for options in (
+            {},
+            {"fsdp_float8_all_gather": True},
+            {"fsdp_float8_all_gather": True, "precompute_scale": True},
+        )
     )
     count = 7 * SIZES["num_layers"]
     assert [rank["scales"] for rank in gathered + precomputed] == [0] * len(gathered) + [count] * len(gathered)

@@ -93,6 +93,8 @@ def test_off_and_refused() -> None:
     with pytest.raises(PipelineError) as error:
         resolve({"tp": TP}, context(spec(ffn_dim=55), dims=ParallelDims(tp=4), seq_len=18))
     assert [(problem.key, problem.hint) for problem in error.value.problems] == [
-        ("model.num_kv_heads", "model.num_kv_heads=4"), ("model.ffn_dim", "model.ffn_dim=56"),
-        ("model.vocab_size", "model.vocab_size=100"), ("train.seq_len", "train.seq_len=20"),
+        ("model.num_kv_heads", "model.num_kv_heads=4"),
+        ("model.ffn_dim", "model.ffn_dim=56"),
+        ("model.vocab_size", "model.vocab_size=100"),
+        ("train.seq_len", "train.seq_len=20"),
     ]

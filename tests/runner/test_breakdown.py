@@ -14,28 +14,56 @@ from titanyaml.runner import breakdown as module
 from titanyaml.runner.breakdown import breakdown, classify
 
 KERNELS = {
-    "gemm": ["nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "aten::mm",
-             "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>", "aten::addmm",
-             "aten::_scaled_mm", "triton_tem_fused_mm_5", "aten::_grouped_mm"],
-    "attention": ["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7",
-                  "triton_tem_fused_flex_attention_0",
-                  "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>",
-                  "fmha_cutlassF_bf16_aligned_64x64_rf_sm80"],
-    "optimizer": ["void at::native::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor>",
-                  "aten::_foreach_norm", "adamw_kernel"],
+    "gemm": [
+        "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n",
+        "aten::mm",
+        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...>>",
+        "aten::addmm",
+        "aten::_scaled_mm",
+        "triton_tem_fused_mm_5",
+        "aten::_grouped_mm",
+    ],
+    "attention": [
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7",
+        "triton_tem_fused_flex_attention_0",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80",
+    ],
+    "optimizer": [
+        "void at::native::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor>",
+        "aten::_foreach_norm",
+        "adamw_kernel",
+    ],
     "communication": ["ncclDevKernel_AllGather_RING_LL", "gloo:all_reduce", "c10d::_reduce_scatter_base_"],
-    "casts": ["triton_red_fused__to_copy_abs_amax_clamp_1", "bfloat16_copy_kernel_cuda", "aten::copy_",
-              "Memcpy DtoD (Device -> Device)", "float8_maxima_kernel", "float8_cast_kernel", "aten::_foreach_copy_",
-              "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
-              "TensorListMetadata<2>, at::native::(anonymous namespace)::CopyFunctor<c10::BFloat16, float, 2, 1, 1>, "
-              "at::native::Copy<float, float> >",
-              "void multi_tensor_apply_kernel<TensorListMetadata<2>, UnaryOpFunctor<c10::BFloat16, 2, 1, 1>, "
-              "at::native::Copy<float, float> >",
-              "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>",
-              "at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel"],
-    "elementwise": ["triton_poi_fused_mul_silu_3", "triton_per_fused_add_mean_mul_pow_rsqrt_0",
-                    "aten::mul", "aten::mul_", "aten::embedding", "Memset (Device)", "aten::sum",
-                    "aten::rsqrt", "aten::silu_backward", "cross_entropy_kernel"],
+    "casts": [
+        "triton_red_fused__to_copy_abs_amax_clamp_1",
+        "bfloat16_copy_kernel_cuda",
+        "aten::copy_",
+        "Memcpy DtoD (Device -> Device)",
+        "float8_maxima_kernel",
+        "float8_cast_kernel",
+        "aten::_foreach_copy_",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+        "TensorListMetadata<2>, at::native::(anonymous namespace)::CopyFunctor<c10::BFloat16, float, 2, 1, 1>, "
+        "at::native::Copy<float, float> >",
+        "void multi_tensor_apply_kernel<TensorListMetadata<2>, UnaryOpFunctor<c10::BFloat16, 2, 1, 1>, "
+        "at::native::Copy<float, float> >",
+        "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>",
+        "at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel",
+    ],
+    "elementwise": [
+        "triton_poi_fused_mul_silu_3",
+        "triton_per_fused_add_mean_mul_pow_rsqrt_0",
+        "aten::mul",
+        "aten::mul_",
+        "aten::embedding",
+        "Memset (Device)",
+        "aten::sum",
+        "aten::rsqrt",
+        "aten::silu_backward",
+        "cross_entropy_kernel",
+    ],
 }
 
 

@@ -13,16 +13,36 @@ from titanyaml.distributed.env import Env
 from titanyaml.rundir import RunDir
 from titanyaml.runner.train import Trainer
 
-SIZES = ("model.vocab_size=258", "model.dim=16", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=1",
-         "model.ffn_dim=32", "model.max_seq_len=16", "train.local_batch=2", "tokenizer=bytes", "tracker=none",
-         "data=synthetic", "train.steps=3", "validation=none", "checkpoint=none", "parallel=single", "optim.lr=1e-2",
-         "train.global_batch=4", "train.max_norm=0.1", "loss.chunk_tokens=16", "compile.backend=aot_eager")
+SIZES = (
+    "model.vocab_size=258",
+    "model.dim=16",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.ffn_dim=32",
+    "model.max_seq_len=16",
+    "train.local_batch=2",
+    "tokenizer=bytes",
+    "tracker=none",
+    "data=synthetic",
+    "train.steps=3",
+    "validation=none",
+    "checkpoint=none",
+    "parallel=single",
+    "optim.lr=1e-2",
+    "train.global_batch=4",
+    "train.max_norm=0.1",
+    "loss.chunk_tokens=16",
+    "compile.backend=aot_eager",
+)
 
 
 def test_loss_and_optimizer_are_compiled(compose, tmp_path: Path) -> None:
     losses = {}
-    for name, overrides in (("plain", ["compile=none", "compile.backend=inductor"]),
-                            ("compiled", ["compile.loss=true", "compile.optimizer=true"])):
+    for name, overrides in (
+        ("plain", ["compile=none", "compile.backend=inductor"]),
+        ("compiled", ["compile.loss=true", "compile.optimizer=true"]),
+    ):
         torch._dynamo.reset()
         run = RunDir(tmp_path / name)
         run.path.mkdir()
@@ -36,8 +56,9 @@ def test_loss_and_optimizer_are_compiled(compose, tmp_path: Path) -> None:
     for ours, theirs in zip(losses["compiled"], losses["plain"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     [record] = [one for one in json.loads((run.path / "pipeline.json").read_text()) if one["node"] == "compile"]
-    assert record["verified"]["summary"] == ("2 graphs compiled, 0 graph breaks; 1 of them for compile.loss; "
-                                             "1 of them for compile.optimizer")
+    assert record["verified"]["summary"] == (
+        "2 graphs compiled, 0 graph breaks; 1 of them for compile.loss; 1 of them for compile.optimizer"
+    )
     [event] = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     startup = run.status()["startup_s"]
     assert list(startup) == ["total", "import", "data", "build", "materialise", "other", "first_step"]

@@ -19,17 +19,34 @@ from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 from titanyaml.runner.train import Trainer
 
-SIZES = ("model.vocab_size=258", "model.dim=16", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1",
-         "model.ffn_dim=32", "model.max_seq_len=16", "train.local_batch=2", "tokenizer=bytes", "tracker=none",
-         "data=synthetic", "train.compute_dtype=bfloat16", "optim.lr=1e-2", "schedule=constant", "validation.batches=0",
-         "compile=none", "hardware=cpu", "parallel=single", "checkpoint.interval=0")
+SIZES = (
+    "model.vocab_size=258",
+    "model.dim=16",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.ffn_dim=32",
+    "model.max_seq_len=16",
+    "train.local_batch=2",
+    "tokenizer=bytes",
+    "tracker=none",
+    "data=synthetic",
+    "train.compute_dtype=bfloat16",
+    "optim.lr=1e-2",
+    "schedule=constant",
+    "validation.batches=0",
+    "compile=none",
+    "hardware=cpu",
+    "parallel=single",
+    "checkpoint.interval=0",
+)
 ALONE = Env(0, 1, 0, torch.device("cpu"), "gloo")
 
 
 def configured(path: Path, compose, master: str, steps: int, *overrides: str) -> Config:
-    return dump.to_dataclass(compose(
-        *SIZES, f"run.dir={path}", f"optim.master={master}", f"train.steps={steps}", *overrides
-    ))
+    return dump.to_dataclass(
+        compose(*SIZES, f"run.dir={path}", f"optim.master={master}", f"train.steps={steps}", *overrides)
+    )
 
 
 def fit(config: Config, env: Env = ALONE) -> Trainer:
@@ -88,17 +105,34 @@ def on_ranks(rank: int, *configs: Config) -> list[dict[str, Tensor]]:
 
 def test_shards_resume_to_the_bit_and_change_places_with_float32_masters(compose, tmp_path: Path) -> None:
     """259 rows and 2 ranks: uneven shards."""
+
     def two(name: str, steps: int, *overrides: str) -> Config:
-        return configured(tmp_path / name, compose, "split", steps, "parallel=fsdp2", "train.local_batch=1",
-                          "model.vocab_size=259", *overrides)
+        return configured(
+            tmp_path / name,
+            compose,
+            "split",
+            steps,
+            "parallel=fsdp2",
+            "train.local_batch=1",
+            "model.vocab_size=259",
+            *overrides,
+        )
 
     several = "train.global_batch=4"  # two microbatches
     for ranks in run_ranks(on_ranks, 2, two("straight", 4, several), two("half", 2, several), two("half", 4, several)):
         straight, half, resumed = ranks
         assert not same(resumed, straight) and same(half, straight)
     # no step is left: what is read is what is written again
-    wide = trained(tmp_path / "wide", compose, "float32", 4, "model.vocab_size=259", several, "checkpoint.keep=9",
-                   f"checkpoint.resume={tmp_path / 'straight'}")
+    wide = trained(
+        tmp_path / "wide",
+        compose,
+        "float32",
+        4,
+        "model.vocab_size=259",
+        several,
+        "checkpoint.keep=9",
+        f"checkpoint.resume={tmp_path / 'straight'}",
+    )
     assert not any(map(is_split, wide.built.masters.values()))
     assert not [name for name in same(state(wide), straight) if name.endswith(".")]
     wide.checkpointer._at = None
@@ -119,8 +153,6 @@ def test_evaluation_reads_it(compose, tmp_path: Path) -> None:
 
 
 def test_nothing_to_split_is_an_error(compose, tmp_path: Path) -> None:
-    config = dump.to_dataclass(compose(
-        *SIZES, f"run.dir={tmp_path}", "optim.master=split", "train.compute_dtype=auto"
-    ))
+    config = dump.to_dataclass(compose(*SIZES, f"run.dir={tmp_path}", "optim.master=split", "train.compute_dtype=auto"))
     with pytest.raises(ConfigError, match="no parameter is stored in bfloat16"):
         setup.build_model(config, ALONE)

@@ -44,7 +44,10 @@ def test_a_repeated_sweep_runs_what_is_missing(cli: Cli, tmp_path: Path) -> None
     again = cli("optim.lr=2e-3,3e-3,1e-3", "-m", "train.steps=2", "hydra.sweep.dir=sw", stand_in=True)
     assert again.returncode == 0, again.stderr  # of this command's jobs none failed
     assert {name: starts(folder) for name, folder in jobs(sweep).items()} == {
-        "optim.lr=0.001": 1, "optim.lr=fast": 0, "optim.lr=0.002": 1, "optim.lr=0.003": 1
+        "optim.lr=0.001": 1,
+        "optim.lr=fast": 0,
+        "optim.lr=0.002": 1,
+        "optim.lr=0.003": 1,
     }
     assert again.stderr.count("is finished") == 2
     rows = list(csv.DictReader((sweep / "sweep.csv").open()))
@@ -64,7 +67,8 @@ def test_a_failed_job_does_not_stop_the_others_and_runs_again(cli: Cli, tmp_path
     stopped = cli(*arguments, "sweep.on_failure=stop", stand_in=True)
     assert stopped.returncode == 4
     assert {name: starts(folder) for name, folder in jobs(sweep).items()} == {
-        "+user.fail=non_finite": 2, "+user.fail=no": 1
+        "+user.fail=non_finite": 2,
+        "+user.fail=no": 1,
     }
     assert "is finished" not in stopped.stderr  # it stopped before the second job
 
@@ -95,7 +99,9 @@ def test_an_interrupted_sweep_goes_on_where_it_was(cli: Cli, start: Start, tmp_p
     again = cli(*arguments, stand_in=True)
     assert again.returncode == 0, again.stderr
     assert {name: starts(folder) for name, folder in jobs(sweep).items()} == {
-        "+user.step_s=0.0": 1, slow: 2, "+user.step_s=0.01": 1
+        "+user.step_s=0.0": 1,
+        slow: 2,
+        "+user.step_s=0.01": 1,
     }
     assert set(states(sweep).values()) == {"done"}
 

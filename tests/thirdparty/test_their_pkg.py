@@ -104,7 +104,9 @@ def test_its_problems_are_reported_with_ours(their_pkg):
     with pytest.raises(PipelineError) as error:
         resolve(nodes, context(spec()))
     assert [(problem.key, problem.hint) for problem in error.value.problems] == [
-        ("pipeline.plugins.typo.alfa", "did you mean 'alpha'?"), ("ac.mode", ""), ("pipeline.plugins.noise.alpha", "")
+        ("pipeline.plugins.typo.alfa", "did you mean 'alpha'?"),
+        ("ac.mode", ""),
+        ("pipeline.plugins.noise.alpha", ""),
     ]
 
 

@@ -78,10 +78,13 @@ class RaisingOpen(FakeRun):
         raise RuntimeError("no repository")
 
 
-@pytest.mark.parametrize("run_class, lost, text", [
-    (RaisingTrack, 4, "failed at step 1: OSError: disk is gone"),
-    (RaisingOpen, 5, "could not be opened: RuntimeError: no repository"),
-])
+@pytest.mark.parametrize(
+    "run_class, lost, text",
+    [
+        (RaisingTrack, 4, "failed at step 1: OSError: disk is gone"),
+        (RaisingOpen, 5, "could not be opened: RuntimeError: no repository"),
+    ],
+)
 def test_a_raising_aim_gives_one_warning_and_a_count(
     config, tmp_path, monkeypatch, caplog, run_class, lost, text
 ) -> None:
@@ -187,7 +190,12 @@ def test_a_resumed_run_continues_and_replaces_steps(config, tmp_path) -> None:
     assert aim.Repo(config.tracker.repo).list_all_runs() == [(run.path / "aim_run.txt").read_text().strip()]
     # step 6 of the first attempt stays: Aim has no way to take it back
     assert query(config.tracker.repo, "metric.name == 'loss'")["loss", "train"] == [
-        (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 1.0)
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 2.0),
+        (5, 2.0),
+        (6, 1.0),
     ]
 
 
@@ -217,7 +225,9 @@ mirror.close("done")
 def program(tmp_path: Path, name: str, how: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path / name), str(tmp_path / "repo"), name, how],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -234,7 +244,10 @@ def test_a_killed_run_is_continued(config, tmp_path) -> None:
     mirror.close("done")
     assert events(run) == [] and len(aim.Repo(config.tracker.repo).list_all_runs()) == 1
     assert query(config.tracker.repo, "metric.name == 'loss'")["loss", "train"] == [
-        (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 4.0),
     ]
 
 

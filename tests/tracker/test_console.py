@@ -9,8 +9,18 @@ import pytest
 
 from titanyaml.tracker.console import PlainLines, ProgressBar, describe, duration, make_console
 
-RECORD = {"loss": 2.34567, "grad_norm": 0.5, "lr": 3e-4, "tokens": 99, "tps": 12345.6, "tflops": 1.234, "mfu": 0.4123,
-          "mem_reserved_gib": 10.0, "step_s": 0.25, "data_wait_s": 0.001}
+RECORD = {
+    "loss": 2.34567,
+    "grad_norm": 0.5,
+    "lr": 3e-4,
+    "tokens": 99,
+    "tps": 12345.6,
+    "tflops": 1.234,
+    "mfu": 0.4123,
+    "mem_reserved_gib": 10.0,
+    "step_s": 0.25,
+    "data_wait_s": 0.001,
+}
 
 
 class Clock:

@@ -37,7 +37,8 @@ class TitanSearch(Sweeper):
         """Called by Hydra."""
         self.config, self.loader = config, hydra_context.config_loader
         self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config)
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
 
     def sweep(self, arguments: list[str]) -> Any:
         """arguments: the overrides as typed, several values among them."""

@@ -124,8 +124,12 @@ class Checkpointer:
         if absent:
             raise CheckpointError(f"other hosts' files are not in {temporary}: hosts must share the run folder")
         own = {
-            "format": manifest.FORMAT, "step": step, "save_id": temporary.name.rpartition("-")[2],
-            "sequence": folder.next_sequence(self.root), "config_hash": self.config_hash, "time": utc_now(),
+            "format": manifest.FORMAT,
+            "step": step,
+            "save_id": temporary.name.rpartition("-")[2],
+            "sequence": folder.next_sequence(self.root),
+            "config_hash": self.config_hash,
+            "time": utc_now(),
             "versions": {"torch": torch.__version__, "titanyaml": titanyaml.__version__},
         }
         clash = [name for name in meta.keys() & {*own, "files"} if own.get(name) != meta[name]]
@@ -141,7 +145,8 @@ class Checkpointer:
         before = f"; {kept[0]} is untouched" if kept else ""
         return CheckpointError(
             f"step {step} was not saved: {error.message}{before}",
-            key="run.dir", hint="free space or raise the quota there, keep fewer (checkpoint.keep), or move run.dir",
+            key="run.dir",
+            hint="free space or raise the quota there, keep fewer (checkpoint.keep), or move run.dir",
         )
 
     def _retain(self) -> None:
@@ -181,9 +186,7 @@ class Checkpointer:
 
     # --- loading ---
 
-    def load(
-        self, path: Path | str, state: Mapping[str, Any], *, only: Sequence[str] | None = None
-    ) -> dict[str, Any]:
+    def load(self, path: Path | str, state: Mapping[str, Any], *, only: Sequence[str] | None = None) -> dict[str, Any]:
         """Fill ``state`` in place, bit-exact, on whatever mesh it lives.
 
         Args:

@@ -46,8 +46,11 @@ def write(folder: Path, flat: Mapping[str, Tensor], *, peers: Peers) -> dict[str
 
     def save() -> None:
         dcp.save(
-            dict(flat), storage_writer=_Writer(folder, peers), planner=DefaultSavePlanner(**PLANNING),
-            process_group=peers.group, no_dist=peers.group is None,
+            dict(flat),
+            storage_writer=_Writer(folder, peers),
+            planner=DefaultSavePlanner(**PLANNING),
+            process_group=peers.group,
+            no_dist=peers.group is None,
         )
 
     with _one_rank_is_legal():
@@ -83,8 +86,11 @@ def read(source: dcp.FileSystemReader, flat: Mapping[str, Tensor], *, peers: Pee
 
     def load() -> None:
         dcp.load(
-            dict(flat), storage_reader=source, planner=DefaultLoadPlanner(**PLANNING),
-            process_group=peers.group, no_dist=peers.group is None,
+            dict(flat),
+            storage_reader=source,
+            planner=DefaultLoadPlanner(**PLANNING),
+            process_group=peers.group,
+            no_dist=peers.group is None,
         )
 
     with _one_rank_is_legal():

@@ -37,8 +37,11 @@ def locate(target: str) -> Any:
                 raise ConfigError(f"{name} has no {attribute!r}", key="_target_")
             found, name = getattr(found, attribute), f"{name}.{attribute}"
         return found
-    raise ConfigError(f"no module {'.'.join(parts[:-1]) or target!r}", key="_target_",
-                      hint="a dotted path such as package.module.Class, installed in this environment")
+    raise ConfigError(
+        f"no module {'.'.join(parts[:-1]) or target!r}",
+        key="_target_",
+        hint="a dotted path such as package.module.Class, installed in this environment",
+    )
 
 
 def instantiate(node: dict[str, Any], **kwargs: Any) -> Any:

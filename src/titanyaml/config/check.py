@@ -106,13 +106,19 @@ class _Walk:
 
     def unknown(self, key: str, value: Any, siblings: dict[str, Key]) -> None:
         if key in _HEADER:
-            self.refuse(key, f"the file of the group {key!r} put its keys here, where nothing reads them",
-                        hint=f"make {_HEADER[key]!r} the first line of the file")
+            self.refuse(
+                key,
+                f"the file of the group {key!r} put its keys here, where nothing reads them",
+                hint=f"make {_HEADER[key]!r} the first line of the file",
+            )
             return
         parent, _, name = key.rpartition(".")
         if isinstance(value, dict) and parent.rpartition(".")[2] == name:
-            self.refuse(key, f"a file of the group {name!r} holds the group's keys themselves, not below {name!r}",
-                        hint=f"take out the line '{name}:' and the indent below it")
+            self.refuse(
+                key,
+                f"a file of the group {name!r} holds the group's keys themselves, not below {name!r}",
+                hint=f"take out the line '{name}:' and the indent below it",
+            )
             return
         near = nearest(name, siblings)
         near = f"{parent}.{near[0]}" if near and parent else nearest_key(key)
@@ -198,18 +204,26 @@ class _Walk:
             return BAD
         for resolver in _RESOLVER.findall(text):
             if resolver == "hydra":
-                return self.refuse(path, f"{text!r} needs Hydra's run time, which the configuration must not depend on",
-                                   hint=f"a value, or run.dir and run.id in {path}")
+                return self.refuse(
+                    path,
+                    f"{text!r} needs Hydra's run time, which the configuration must not depend on",
+                    hint=f"a value, or run.dir and run.id in {path}",
+                )
             if not OmegaConf.has_resolver(resolver):
                 near = nearest(resolver, _RESOLVERS)
-                return self.refuse(path, f"{text!r} uses the unknown resolver {resolver!r}",
-                                   allowed=", ".join(_RESOLVERS), hint=f"${{{near[0]}:...}}" if near else "")
+                return self.refuse(
+                    path,
+                    f"{text!r} uses the unknown resolver {resolver!r}",
+                    allowed=", ".join(_RESOLVERS),
+                    hint=f"${{{near[0]}:...}}" if near else "",
+                )
         targets = _REFERENCE.findall(text)
         for target in targets:
             if not self.exists(target):
                 near = nearest_key(target)
-                return self.refuse(path, f"{text!r} refers to {target}, which does not exist",
-                                   hint=f"${{{near}}}" if near else "")
+                return self.refuse(
+                    path, f"{text!r} refers to {target}, which does not exist", hint=f"${{{near}}}" if near else ""
+                )
         try:
             value = node[name]
         except (InterpolationToMissingValueError, MissingMandatoryValue):
@@ -232,8 +246,11 @@ class _Walk:
             if self.tree.bad.intersection(targets):
                 self.tree.bad.add(path)
                 return BAD
-            return self.refuse(path, f"is {value!r}", allowed="text without '${', which the written configuration "
-                                                              "would read as a reference")
+            return self.refuse(
+                path,
+                f"is {value!r}",
+                allowed="text without '${', which the written configuration would read as a reference",
+            )
         return value
 
     def exists(self, target: str) -> bool:
@@ -267,8 +284,12 @@ class _Walk:
             return self.refuse(path, f"is {written!r}", allowed=f"{describe(key)}, up to 2**53")
         above, below = key.rules.get("above"), key.rules.get("below")
         if low is not None and value < low or high is not None and value > high:
-            return self.refuse(path, f"is {written!r}", allowed=describe(key),
-                               hint=f"{path}={low if low is not None and value < low else high}")
+            return self.refuse(
+                path,
+                f"is {written!r}",
+                allowed=describe(key),
+                hint=f"{path}={low if low is not None and value < low else high}",
+            )
         if above is not None and value <= above or below is not None and value >= below:
             return self.refuse(path, f"is {written!r}", allowed=describe(key))
         return value
@@ -281,7 +302,13 @@ class _Walk:
                 continue
             if literal[name] != key.default:
                 back = {name: key.default} | unread_then(keys, {**values, name: key.default}, [name])
-                ways = [" ".join(assign(f"{path}{one}", value) for one, value in back.items()),
-                        *(f"{path}{sibling}={spell(one)}" for one in needed)]
-                self.refuse(f"{path}{name}", f"is {literal[name]!r}, but nothing reads it: {path}{sibling} is "
-                            f"{spell(values[sibling])}, not {' or '.join(map(spell, needed))}", hint=" or ".join(ways))
+                ways = [
+                    " ".join(assign(f"{path}{one}", value) for one, value in back.items()),
+                    *(f"{path}{sibling}={spell(one)}" for one in needed),
+                ]
+                self.refuse(
+                    f"{path}{name}",
+                    f"is {literal[name]!r}, but nothing reads it: {path}{sibling} is "
+                    f"{spell(values[sibling])}, not {' or '.join(map(spell, needed))}",
+                    hint=" or ".join(ways),
+                )

@@ -127,8 +127,11 @@ def resolve_degrees(parallel: schema.Parallel, *, world_size: int | None) -> dic
     derived = [axis for axis in AXES if degrees[axis] == -1]
     if len(derived) > 1:
         names = " and ".join(f"parallel.{axis}" for axis in derived)
-        raise ConfigError(f"{names} are -1; only one can be derived", key=f"parallel.{derived[0]}",
-                          hint=" ".join(f"parallel.{axis}=1" for axis in derived if axis != "dp_shard"))
+        raise ConfigError(
+            f"{names} are -1; only one can be derived",
+            key=f"parallel.{derived[0]}",
+            hint=" ".join(f"parallel.{axis}=1" for axis in derived if axis != "dp_shard"),
+        )
     fixed = math.prod(degrees[axis] for axis in MESH_AXES if degrees[axis] != -1)
     spelled = "*".join(f"{axis}({degrees[axis]})" for axis in MESH_AXES if degrees[axis] not in (1, -1)) or "1"
     if derived == ["ep"]:
@@ -137,8 +140,11 @@ def resolve_degrees(parallel: schema.Parallel, *, world_size: int | None) -> dic
         degrees[derived[0]] = _derived(f"parallel.{derived[0]}", world_size, fixed, spelled)
     product = math.prod(degrees[axis] for axis in MESH_AXES)
     if world_size not in (None, product):
-        raise ConfigError(f"the mesh {spelled} needs {product} ranks, but {world_size} are started", key="parallel",
-                          hint=f"launch.nproc={product} or parallel=auto")
+        raise ConfigError(
+            f"the mesh {spelled} needs {product} ranks, but {world_size} are started",
+            key="parallel",
+            hint=f"launch.nproc={product} or parallel=auto",
+        )
     return degrees
 
 
@@ -147,6 +153,9 @@ def _derived(key: str, world_size: int | None, fixed: int, spelled: str) -> int:
         raise ConfigError("is -1, and the number of ranks is unknown", key=key, hint="launch.nproc=<ranks>")
     if world_size % fixed:
         legal = [count for count in (world_size // fixed * fixed, (world_size // fixed + 1) * fixed) if count]
-        raise ConfigError(f"is -1, but {world_size} ranks cannot be divided by {spelled} = {fixed}", key=key,
-                          hint=" or ".join(f"launch.nproc={count}" for count in legal))
+        raise ConfigError(
+            f"is -1, but {world_size} ranks cannot be divided by {spelled} = {fixed}",
+            key=key,
+            hint=" or ".join(f"launch.nproc={count}" for count in legal),
+        )
     return world_size // fixed

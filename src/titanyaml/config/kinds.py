@@ -43,9 +43,15 @@ def describe(key: Key) -> str:
     if choices := key.rules.get("choices"):
         text = ", ".join(spell(choice) for choice in choices)
         return f"a list of {text}" if key.kind == list[str] else text
-    words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a text",
-             list[str]: "a list of texts", list[int]: "a list of integers",
-             list[schema.ParamGroup]: "a list of sections"}.get(key.kind, "a section")
+    words = {
+        int: "an integer",
+        float: "a finite number",
+        bool: "true or false",
+        str: "a text",
+        list[str]: "a list of texts",
+        list[int]: "a list of integers",
+        list[schema.ParamGroup]: "a list of sections",
+    }.get(key.kind, "a section")
     signs = (("low", ">="), ("above", ">"), ("high", "<="), ("below", "<"))
     bounds = [f"{sign} {_bound(key.rules[name])}" for name, sign in signs if key.rules.get(name) is not None]
     text = f"{words} {' and '.join(bounds)}" if bounds else words

@@ -33,8 +33,12 @@ def linear_layers(model: Any) -> list[Layer]:
     found = []
     for index in range(model.num_layers):
         attention, ffn = f"layers.{index}.attention", f"layers.{index}.feed_forward"
-        found += [Layer(f"{attention}.wq", queries, model.dim, "n"), Layer(f"{attention}.wk", keys, model.dim, "n"),
-                  Layer(f"{attention}.wv", keys, model.dim, "n"), Layer(f"{attention}.wo", model.dim, queries, "k")]
+        found += [
+            Layer(f"{attention}.wq", queries, model.dim, "n"),
+            Layer(f"{attention}.wk", keys, model.dim, "n"),
+            Layer(f"{attention}.wv", keys, model.dim, "n"),
+            Layer(f"{attention}.wo", model.dim, queries, "k"),
+        ]
         inner = model.ffn_dim
         if _is_mixture(model, index):
             ffn, inner = f"{ffn}.shared", model.moe.shared_ffn_dim
@@ -72,17 +76,24 @@ def filter_without_module(filters: Sequence[str], names: Collection[str], *, exa
         example: name of a linear layer.
     """
     if "" in filters:
-        return Problem("quant.filter_fqns", "has an empty text, which names no layer",
-                       allowed=f"parts of names such as {example}",
-                       hint=f"'quant.filter_fqns={spell([part for part in filters if part])}'")
+        return Problem(
+            "quant.filter_fqns",
+            "has an empty text, which names no layer",
+            allowed=f"parts of names such as {example}",
+            hint=f"'quant.filter_fqns={spell([part for part in filters if part])}'",
+        )
     absent = next((part for part in filters if not any(part in name for name in names)), None)
     if absent is None:
         return None
     short = sorted({name.rpartition(".")[2] for name in names})
     [near] = difflib.get_close_matches(absent, short, n=1, cutoff=0)
     left = [near if part == absent else part for part in filters]
-    return Problem("quant.filter_fqns", f"has {absent!r}, which is in no module's name",
-                   allowed=f"parts of names such as {example}", hint=f"'quant.filter_fqns={spell(left)}'")
+    return Problem(
+        "quant.filter_fqns",
+        f"has {absent!r}, which is in no module's name",
+        allowed=f"parts of names such as {example}",
+        hint=f"'quant.filter_fqns={spell(left)}'",
+    )
 
 
 def reason_for_high_precision(quant: Any, name: str, n: int, k: int, *, tp: int = 1) -> str:

@@ -15,13 +15,20 @@ from titanyaml.config import schema
 
 #: What torchtitan, Megatron and Lightning call a key of ours.
 ELSEWHERE = {
-    "tensor_parallel_degree": "parallel.tp", "tensor_model_parallel_size": "parallel.tp",
-    "tensor_parallel_size": "parallel.tp", "context_parallel_degree": "parallel.cp",
-    "context_parallel_size": "parallel.cp", "pipeline_parallel_degree": "parallel.pp",
-    "pipeline_model_parallel_size": "parallel.pp", "pipeline_parallel_size": "parallel.pp",
-    "expert_parallel_degree": "parallel.ep", "expert_model_parallel_size": "parallel.ep",
-    "data_parallel_shard_degree": "parallel.dp_shard", "data_parallel_replicate_degree": "parallel.dp_replicate",
-    "fsdp": "parallel.dp_shard", "micro_batch_size": "train.local_batch",
+    "tensor_parallel_degree": "parallel.tp",
+    "tensor_model_parallel_size": "parallel.tp",
+    "tensor_parallel_size": "parallel.tp",
+    "context_parallel_degree": "parallel.cp",
+    "context_parallel_size": "parallel.cp",
+    "pipeline_parallel_degree": "parallel.pp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "pipeline_parallel_size": "parallel.pp",
+    "expert_parallel_degree": "parallel.ep",
+    "expert_model_parallel_size": "parallel.ep",
+    "data_parallel_shard_degree": "parallel.dp_shard",
+    "data_parallel_replicate_degree": "parallel.dp_replicate",
+    "fsdp": "parallel.dp_shard",
+    "micro_batch_size": "train.local_batch",
 }
 
 
@@ -108,8 +115,8 @@ def nearest_key(dotted: str) -> str:
     elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
     if not parent and elsewhere:
         return elsewhere[0]
-    siblings = [key for key in known if key.startswith(prefix) and "." not in key[len(prefix):]]
-    if near := nearest(leaf, [key[len(prefix):] for key in siblings]):
+    siblings = [key for key in known if key.startswith(prefix) and "." not in key[len(prefix) :]]
+    if near := nearest(leaf, [key[len(prefix) :] for key in siblings]):
         return prefix + near[0]
     if parent and parent not in known and (inside := f"{nearest_key(parent)}.{leaf}") in known:
         return inside

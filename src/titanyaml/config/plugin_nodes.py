@@ -37,8 +37,14 @@ def _check_node(name: str, node: Any, key: str, *, typed: bool) -> list[Problem]
             hint = " ".join(f"{name}.{inner}={value}" for inner, value in node.items())
         else:
             hint = f"{key}._target_=package.module.Class or {key}._target_=null"
-        return [Problem(key, f"a plugin node without _target_: {node!r}", hint=hint,
-                        allowed="_target_ and the arguments of that class; _target_: null is off")]
+        return [
+            Problem(
+                key,
+                f"a plugin node without _target_: {node!r}",
+                hint=hint,
+                allowed="_target_ and the arguments of that class; _target_: null is off",
+            )
+        ]
     problems = [] if typed else _check_reserved(node, key)
     target = node["_target_"]
     if target is None:
@@ -59,12 +65,24 @@ def _check_reserved(node: dict[str, Any], key: str) -> list[Problem]:
             continue
         if name not in known:
             near = nearest(name, known)
-            problems.append(Problem(f"{key}.{name}", "unknown reserved key", allowed=", ".join(known),
-                                    hint=f"{key}.{near[0]}={value}" if near else ""))
+            problems.append(
+                Problem(
+                    f"{key}.{name}",
+                    "unknown reserved key",
+                    allowed=", ".join(known),
+                    hint=f"{key}.{near[0]}={value}" if near else "",
+                )
+            )
         elif known[name].kind == list[str]:
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-                problems.append(Problem(f"{key}.{name}", f"is {value!r}", allowed="a list of node names",
-                                        hint=f"{key}.{name}=[{value}]" if isinstance(value, str) else ""))
+                problems.append(
+                    Problem(
+                        f"{key}.{name}",
+                        f"is {value!r}",
+                        allowed="a list of node names",
+                        hint=f"{key}.{name}=[{value}]" if isinstance(value, str) else "",
+                    )
+                )
         elif value is not None and not isinstance(value, str):
             problems.append(Problem(f"{key}.{name}", f"is {value!r}", allowed="a text, or null"))
     return problems

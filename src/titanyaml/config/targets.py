@@ -28,8 +28,14 @@ def check_target(target: str, *, key: str, arguments: Iterable[str] | None = Non
     if module is None:
         top = target.partition(".")[0]
         message = f"{target!r}: there is no module {target.rpartition('.')[0] or top!r}"
-        return [Problem(f"{key}._target_", message, allowed="the dotted path of a class",
-                        hint=f"check the spelling, or install {top}")]
+        return [
+            Problem(
+                f"{key}._target_",
+                message,
+                allowed="the dotted path of a class",
+                hint=f"check the spelling, or install {top}",
+            )
+        ]
     body = _parse(module)
     if body is None or not names:
         return []
@@ -39,9 +45,14 @@ def check_target(target: str, *, key: str, arguments: Iterable[str] | None = Non
         if _binds(body, names[0]):
             return []
         near = nearest(names[0], defined)
-        return [Problem(f"{key}._target_", f"{target!r}: {Path(module.origin).name} has no {names[0]!r}",
-                        allowed=", ".join(name for name in defined if not name.startswith("_")),
-                        hint=f"{key}._target_={module.name}.{near[0]}" if near else "")]
+        return [
+            Problem(
+                f"{key}._target_",
+                f"{target!r}: {Path(module.origin).name} has no {names[0]!r}",
+                allowed=", ".join(name for name in defined if not name.startswith("_")),
+                hint=f"{key}._target_={module.name}.{near[0]}" if near else "",
+            )
+        ]
     if arguments is None or len(names) > 1:
         return []
     signature = _signature(definition)
@@ -133,9 +144,14 @@ def _check_arguments(signature: ast.arguments, name: str, key: str, given: list[
     for argument in given if signature.kwarg is None else ():
         if argument not in allowed:
             near = nearest(argument, allowed)
-            problems.append(Problem(f"{key}.{argument}", f"{name} has no argument {argument!r}",
-                                    allowed=", ".join(allowed) or "no arguments",
-                                    hint=f"{key}.{near[0]}=..." if near else ""))
+            problems.append(
+                Problem(
+                    f"{key}.{argument}",
+                    f"{name} has no argument {argument!r}",
+                    allowed=", ".join(allowed) or "no arguments",
+                    hint=f"{key}.{near[0]}=..." if near else "",
+                )
+            )
     for argument in required:
         if argument not in given:
             message = f"{name} needs the argument {argument!r}"

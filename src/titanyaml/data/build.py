@@ -38,13 +38,7 @@ def corpus_key(spec: schema.Data) -> str:
 
 
 def build(
-    spec: schema.Data,
-    *,
-    tokenizer: Tokenizer | None,
-    seq_len: int,
-    seed: int,
-    split: str,
-    vocab_size: int,
+    spec: schema.Data, *, tokenizer: Tokenizer | None, seq_len: int, seed: int, split: str, vocab_size: int
 ) -> TokenData:
     """The samples of one split ("train" or "validation"); tokenises the corpus first where the cache has it not.
 

@@ -91,11 +91,15 @@ def text_of(record: Any, field: str, name: str) -> str:
     """
     if not isinstance(record, dict) or field not in record:
         if not isinstance(record, dict):
-            raise DataError(f"{name}: no field {field!r}; there is: a {type(record).__name__}, no record",
-                            key="data.text_field")
+            raise DataError(
+                f"{name}: no field {field!r}; there is: a {type(record).__name__}, no record", key="data.text_field"
+            )
         there = list(record)
-        raise DataError(f"{name}: no field {field!r}; there is: {', '.join(map(repr, there)) or 'none'}",
-                        key="data.text_field", hint=f"data.text_field={there[0]}" if there else "")
+        raise DataError(
+            f"{name}: no field {field!r}; there is: {', '.join(map(repr, there)) or 'none'}",
+            key="data.text_field",
+            hint=f"data.text_field={there[0]}" if there else "",
+        )
     text = record[field]
     if not isinstance(text, str):
         raise DataError(f"{name}: field {field!r} is {type(text).__name__}, not text", key="data.text_field")

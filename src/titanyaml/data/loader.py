@@ -145,13 +145,7 @@ class Batches:
 
 
 def validation_batches(
-    dataset: TokenData,
-    *,
-    global_batch: int,
-    local_batch: int,
-    data_rank: int,
-    data_degree: int,
-    batches: int,
+    dataset: TokenData, *, global_batch: int, local_batch: int, data_rank: int, data_degree: int, batches: int
 ) -> Iterator[list[Batch]]:
     """Steps over the first samples of a dataset, each sample once, the same samples for every mesh.
 

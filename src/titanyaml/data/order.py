@@ -67,9 +67,7 @@ def empty_split(what: str, fraction: float, split: str) -> DataError:
     else:
         hint = "data.validation_fraction=0.02, or validation.batches=0 for no validation"
     return DataError(
-        f"holding out {fraction:g} of {what} leaves no document for {split}",
-        key="data.validation_fraction",
-        hint=hint,
+        f"holding out {fraction:g} of {what} leaves no document for {split}", key="data.validation_fraction", hint=hint
     )
 
 

@@ -24,15 +24,7 @@ class PackedData:
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        source: Source,
-        *,
-        split: str,
-        seq_len: int,
-        vocab_size: int,
-        pad_id: int,
-        cache_dir: Path,
+        self, corpus: Corpus, source: Source, *, split: str, seq_len: int, vocab_size: int, pad_id: int, cache_dir: Path
     ) -> None:
         if corpus.max_id >= vocab_size:
             raise packing.vocabulary_error(corpus.max_id, vocab_size, corpus.max_id_document)

@@ -49,14 +49,17 @@ def refuse_different_replicas(named: Iterable[tuple[str, Tensor]], env: Env) -> 
     first = {key: (rank, value) for rank in reversed(range(len(ranks))) for key, value in ranks[rank].items()}
     different = {
         name: (first[name, part][0], rank)
-        for rank, sums in enumerate(ranks) for (name, part), value in sums.items() if value != first[name, part][1]
+        for rank, sums in enumerate(ranks)
+        for (name, part), value in sums.items()
+        if value != first[name, part][1]
     }
     if different:
         name, (one, other) = next(iter(different.items()))
         more = f" and {len(different) - 1} more tensors" if len(different) > 1 else ""
         raise TitanError(
             f"rank {other} holds another {name} than rank {one}{more}, although they are copies of one",
-            key="pipeline.plugins", hint="a plugin, or the installed software, differs between ranks",
+            key="pipeline.plugins",
+            hint="a plugin, or the installed software, differs between ranks",
         )
 
 

@@ -91,8 +91,14 @@ def block_places(
 
 
 def measure(
-    places: list[Place], group: TensorGroup, *, batch: int, dtype: torch.dtype, device: torch.device,
-    cache: Path | None, clock: Clock | None = None,
+    places: list[Place],
+    group: TensorGroup,
+    *,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache: Path | None,
+    clock: Clock | None = None,
 ) -> dict[Place, Timed]:
     """Times of each place: from the file where they are all there, else measured. All ranks of the job must call.
 
@@ -100,13 +106,22 @@ def measure(
         batch: sequences that the tokens are of. cache: a JSON file; None: nothing is kept. clock: milliseconds of a
             call; None: the device's own events.
     """
-    key = "; ".join((f"torch {torch.__version__}", _device_name(device), str(dtype), f"tp {group.size}",
-                     f"{batch} sequences", f"{dist.get_world_size()} ranks"))
+    key = "; ".join(
+        (
+            f"torch {torch.__version__}",
+            _device_name(device),
+            str(dtype),
+            f"tp {group.size}",
+            f"{batch} sequences",
+            f"{dist.get_world_size()} ranks",
+        )
+    )
     known = _read(cache, key)
     if not all(str(place) in known for place in places):
         clock = clock or events
-        mine = [[clock(call) for call in calls(place, group, batch=batch, dtype=dtype, device=device)]
-                for place in places]
+        mine = [
+            [clock(call) for call in calls(place, group, batch=batch, dtype=dtype, device=device)] for place in places
+        ]
         times = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         known |= {str(place): pair for place, pair in zip(places, times.tolist(), strict=True)}

@@ -68,13 +68,20 @@ def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def scaled_mm(
-    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, *, fast_accum: bool = True,
-    dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
+    a: Tensor,
+    b: Tensor,
+    inverse_a: Tensor,
+    inverse_b: Tensor,
+    *,
+    fast_accum: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The product of two float8 matrices times their inverse scales: [M, 1] and [1, N], or both 0-dim."""
     place = {} if out is None else {"out": out}
     return torch._scaled_mm(
-        a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast_accum, **place)
+        a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast_accum, **place
+    )
 
 
 def produce_and_exchange(produce: Callable[[int, Tensor], None], output: Tensor, group_name: str) -> None:
@@ -160,8 +167,14 @@ def shard_itself(tensor: Tensor) -> Tensor:
 def wrapper(kind: type[Tensor], like: Tensor, *, dtype: torch.dtype | None = None) -> Any:
     """A tensor of a subclass ``kind`` that has no memory of its own, and looks like ``like``; dtype: None: its."""
     return Tensor._make_wrapper_subclass(
-        kind, like.size(), strides=like.stride(), storage_offset=like.storage_offset(), dtype=dtype or like.dtype,
-        layout=like.layout, device=like.device, requires_grad=like.requires_grad,
+        kind,
+        like.size(),
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=dtype or like.dtype,
+        layout=like.layout,
+        device=like.device,
+        requires_grad=like.requires_grad,
     )
 
 
@@ -277,5 +290,7 @@ def schedule_rows(name: str, *, owners: Sequence[int], microbatches: int) -> lis
     kind = get_schedule_class(name)
     schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, microbatches, loss_fn=abs)
     order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
-    return [["" if action is None else str(action) for action in order[rank] if not str(action).endswith("REDUCE_GRAD")]
-            for rank in range(max(owners) + 1)]
+    return [
+        ["" if action is None else str(action) for action in order[rank] if not str(action).endswith("REDUCE_GRAD")]
+        for rank in range(max(owners) + 1)
+    ]

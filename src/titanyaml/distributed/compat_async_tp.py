@@ -36,8 +36,11 @@ _COLLECTIVES = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
 }
 _NEEDED = (
-    (stock, "find_all_gather_patterns"), (stock, "find_reduce_scatter_patterns"), (stock, "fuse_all_gather_matmul"),
-    (stock, "fuse_matmul_reduce_scatter"), (_symmetric_memory, "_test_mode"),
+    (stock, "find_all_gather_patterns"),
+    (stock, "find_reduce_scatter_patterns"),
+    (stock, "fuse_all_gather_matmul"),
+    (stock, "fuse_matmul_reduce_scatter"),
+    (_symmetric_memory, "_test_mode"),
     (_symmetric_memory, "_pipelined_produce_and_all2all"),
     (inductor_config, "post_grad_custom_pre_pass"),
 )
@@ -112,7 +115,8 @@ class FuseCollectives(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         collectives = {
-            node: kind for node in graph.nodes
+            node: kind
+            for node in graph.nodes
             if (kind := _COLLECTIVES.get(node.target)) and self.group_name in (*node.args, *node.kwargs.values())
         }
         if not collectives:
@@ -131,8 +135,9 @@ class FuseCollectives(CustomGraphPass):
         if "all_gather" not in self.kinds:
             return set()
         matches = [match for match in stock.find_all_gather_patterns(graph) if match.group_name == self.group_name]
-        matches = [match for match in matches
-                   if self._wins(match.ag_node, graph_products.products_behind(match.res_node))]
+        matches = [
+            match for match in matches if self._wins(match.ag_node, graph_products.products_behind(match.res_node))
+        ]
         for match in matches:
             graph_products.take_biases_out(match.res_node)
             stock.fuse_all_gather_matmul(match)
@@ -150,8 +155,11 @@ class FuseCollectives(CustomGraphPass):
                 ours.add(node)
             else:
                 graph_products.sum_as_one_product(node)
-        matches = [match for match in stock.find_reduce_scatter_patterns(graph)
-                   if match.group_name == self.group_name and match.reduce_scatter_node not in self.refused]
+        matches = [
+            match
+            for match in stock.find_reduce_scatter_patterns(graph)
+            if match.group_name == self.group_name and match.reduce_scatter_node not in self.refused
+        ]
         for match in matches:
             stock.fuse_matmul_reduce_scatter(match)
         return ours | {match.reduce_scatter_node for match in matches}
@@ -210,8 +218,12 @@ def _eligible(group_name: str) -> Iterator[None]:
 def register_cpu_kernels() -> None:
     """Kernels that gather, then multiply, and multiply, then scatter: for a check of function on gloo ranks."""
     library = torch.library.Library("symm_mem", "IMPL")
-    for name in ("all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
-                 "scaled_matmul_reduce_scatter"):
+    for name in (
+        "all_gather_matmul",
+        "all_gather_scaled_matmul",
+        "matmul_reduce_scatter",
+        "scaled_matmul_reduce_scatter",
+    ):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::fused_{name}", "CPU"):
             library.impl(f"fused_{name}", getattr(_symmetric_memory, f"_fused_{name}_fallback"), "CPU")
     _LIBRARIES.append(library)

@@ -40,8 +40,11 @@ class CompileCounts:
 
     def __sub__(self, earlier: CompileCounts) -> CompileCounts:
         return CompileCounts(
-            self.graphs - earlier.graphs, self.breaks - earlier.breaks, self.built - earlier.built,
-            self.cached - earlier.cached, self.skipped - earlier.skipped,
+            self.graphs - earlier.graphs,
+            self.breaks - earlier.breaks,
+            self.built - earlier.built,
+            self.cached - earlier.cached,
+            self.skipped - earlier.skipped,
         )
 
 
@@ -51,8 +54,13 @@ def compile_counts() -> CompileCounts:
 
     inductor = counters["inductor"]
     built = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
-    return CompileCounts(counters["stats"]["unique_graphs"], Counter(counters["graph_break"]), built,
-                         inductor["fxgraph_cache_hit"], inductor["cudagraph_skips"])
+    return CompileCounts(
+        counters["stats"]["unique_graphs"],
+        Counter(counters["graph_break"]),
+        built,
+        inductor["fxgraph_cache_hit"],
+        inductor["cudagraph_skips"],
+    )
 
 
 def graphs_of(function: Callable[..., Any]) -> int:

@@ -22,8 +22,15 @@ class Stage(PipelineStage):
     """
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], **options: Any) -> Any:
-        on_top = [get_gradient_edge(output.view_as(output)).node for output in bwd_kwargs["stage_output"]
-                  if output.requires_grad] if backward_type == "input" else []
+        on_top = (
+            [
+                get_gradient_edge(output.view_as(output)).node
+                for output in bwd_kwargs["stage_output"]
+                if output.requires_grad
+            ]
+            if backward_type == "input"
+            else []
+        )
         grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, **options)
         for group in groups or ():
             group["on_top"] = on_top  # torch drops the groups of parameters with the backward by weight

@@ -53,7 +53,8 @@ class Env:
         if local_rank >= gpus:
             raise LaunchError(
                 f"rank {rank} is number {local_rank} (from 0) on this machine, where torch sees {gpus} GPUs",
-                key="launch.nproc", hint=f"launch.nproc={gpus}" if gpus else "a torch build and driver that see GPUs",
+                key="launch.nproc",
+                hint=f"launch.nproc={gpus}" if gpus else "a torch build and driver that see GPUs",
             )
         return cls(rank, world_size, local_rank, torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl")
 
@@ -85,7 +86,10 @@ def start(env: Env, *, timeout_s: float) -> None:
         torch.cuda.set_device(env.device)
     if env.world_size > 1:
         dist.init_process_group(
-            env.backend, rank=env.rank, world_size=env.world_size, timeout=timedelta(seconds=timeout_s),
+            env.backend,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timedelta(seconds=timeout_s),
             device_id=env.device if env.device.type == "cuda" else None,
         )
 

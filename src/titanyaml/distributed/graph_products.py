@@ -49,8 +49,9 @@ def scattered(reduce_scatter: Node) -> Node | None:
 
 def is_product(node: Node | None) -> bool:
     """Whether a node is ``reshape(a @ b)`` back to the leading dimensions of a reshaped ``a``, or ``a @ b`` itself."""
-    return node is not None and (node.target in _PRODUCTS or (
-        node.target is aten.reshape.default and node.args[0].target in _PRODUCTS))
+    return node is not None and (
+        node.target in _PRODUCTS or (node.target is aten.reshape.default and node.args[0].target in _PRODUCTS)
+    )
 
 
 #: Tokens, inner features, ascending widths of products, and whether they are in float8; none of a gather's such.
@@ -61,9 +62,12 @@ def products_behind(gathered: Node) -> Sizes | None:
     """Of the products with a gathered tensor on their left; None where there are none."""
     tensor = value(gathered)
     flats = [user for user in gathered.users if user.target is aten.reshape.default]
-    products = [mm for left in (gathered, *flats) for mm in left.users
-                if (mm.target in _PRODUCTS and mm.args[0] is left)
-                or (mm.target is aten.addmm.default and mm.args[1] is left)]
+    products = [
+        mm
+        for left in (gathered, *flats)
+        for mm in left.users
+        if (mm.target in _PRODUCTS and mm.args[0] is left) or (mm.target is aten.addmm.default and mm.args[1] is left)
+    ]
     widths = tuple(sorted(value(mm).shape[-1] for mm in products if mm.target is not aten._scaled_mm.default))
     return (math.prod(tensor.shape[:-1]), tensor.shape[-1], widths, False) if products else None
 
@@ -99,9 +103,19 @@ def scatter_float8(reduce_scatter: Node, group_name: str) -> bool:
     lefts, rights, left_scales, right_scales = zip(*(mm.args[:4] for mm in products), strict=True)
     size = value(total).shape[1] // value(wait).shape[1]
     with graph.inserting_before(wait):
-        slices = _call(graph, torch.ops.titanyaml.scaled_products_exchange, list(lefts), list(rights),
-                       list(left_scales), list(right_scales), value(total).shape[0], _fast(products[0]),
-                       value(total).dtype, size, group_name)
+        slices = _call(
+            graph,
+            torch.ops.titanyaml.scaled_products_exchange,
+            list(lefts),
+            list(rights),
+            list(left_scales),
+            list(right_scales),
+            value(total).shape[0],
+            _fast(products[0]),
+            value(total).dtype,
+            size,
+            group_name,
+        )
         fused = _call(graph, aten.sum, slices, [0])
     wait.replace_all_uses_with(fused)
     reduce_scatter.replace_all_uses_with(fused, delete_user_cb=lambda user: user is not wait)
@@ -114,10 +128,12 @@ def scatter_float8(reduce_scatter: Node, group_name: str) -> bool:
 def _float8_products(total: Node) -> list[Node]:
     """The products that a tensor is the sum of, where these are all in float8, alike and for it alone; else none."""
     addends = _addends(total)
-    products = [node.args[0] for node in addends
-                if node.target in _RESHAPES and (len(node.users) == 1 or node is total)]
-    if len(products) < len(addends) or any(mm.target is not aten._scaled_mm.default or len(mm.users) != 1
-                                           for mm in products):
+    products = [
+        node.args[0] for node in addends if node.target in _RESHAPES and (len(node.users) == 1 or node is total)
+    ]
+    if len(products) < len(addends) or any(
+        mm.target is not aten._scaled_mm.default or len(mm.users) != 1 for mm in products
+    ):
         return []
     plain = all(not mm.kwargs and mm.args[4:6] == (None, None) for mm in products)  # no bias, no scale of the result
     alike = {(value(mm).dtype, _fast(mm)) for mm in products} == {(value(total).dtype, _fast(products[0]))}
@@ -169,8 +185,14 @@ _PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
 _RESHAPES = (aten.reshape.default, aten.view.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor)
-_OVERLOADS = {aten.reshape: "default", aten.cat: "default", aten.mm: "default", aten.add: "Tensor",
-              aten.sum: "dim_IntList", torch.ops.titanyaml.scaled_products_exchange: "default"}
+_OVERLOADS = {
+    aten.reshape: "default",
+    aten.cat: "default",
+    aten.mm: "default",
+    aten.add: "Tensor",
+    aten.sum: "dim_IntList",
+    torch.ops.titanyaml.scaled_products_exchange: "default",
+}
 
 
 def _addends(node: Node) -> list[Node]:
@@ -185,8 +207,12 @@ def _is_private_product(node: Node, total: Node) -> bool:
     if node.target is not aten.reshape.default or len(node.users) != 1:
         return False
     mm = node.args[0]
-    return (mm.target is aten.mm.default and len(mm.users) == 1 and value(node).shape == value(total).shape
-            and value(node).dtype == value(total).dtype)
+    return (
+        mm.target is aten.mm.default
+        and len(mm.users) == 1
+        and value(node).shape == value(total).shape
+        and value(node).dtype == value(total).dtype
+    )
 
 
 def _call(graph: Graph, packet: Any, *args: Any) -> Node:

@@ -37,9 +37,7 @@ class ParallelDims(Degrees):
         A mesh is made of process groups: ``dist.env.start`` comes first, and one rank alone has none.
         """
         assert self.world_size > 1, "one rank alone has no mesh"
-        return init_device_mesh(
-            device_type, tuple(getattr(self, axis) for axis in MESH_AXES), mesh_dim_names=MESH_AXES
-        )
+        return init_device_mesh(device_type, tuple(getattr(self, axis) for axis in MESH_AXES), mesh_dim_names=MESH_AXES)
 
     def build_experts(self, device_type: str) -> DeviceMesh | None:
         """The same ranks as experts are spread over them: axes pp, dp_replicate, expert_shard, ep; None without ep.
@@ -52,7 +50,8 @@ class ParallelDims(Degrees):
         shards, rest = divmod(self.dp_shard * self.cp * self.tp, self.ep)
         assert rest == 0, "ep divides dp_shard*cp*tp"
         return init_device_mesh(
-            device_type, (self.pp, self.dp_replicate, shards, self.ep),
+            device_type,
+            (self.pp, self.dp_replicate, shards, self.ep),
             mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"),
         )
 

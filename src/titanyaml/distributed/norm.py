@@ -22,8 +22,12 @@ _Place = tuple[DeviceMesh | None, tuple[int, ...]]
 
 @torch.no_grad()
 def grad_norm(
-    tensors: Iterable[Tensor], *, grads: Mapping[nn.Parameter, Tensor] | None = None, norm_type: float = 2.0,
-    stages: dist.ProcessGroup | None = None, square_sum: Callable[[Sequence[Tensor]], Tensor] | None = None,
+    tensors: Iterable[Tensor],
+    *,
+    grads: Mapping[nn.Parameter, Tensor] | None = None,
+    norm_type: float = 2.0,
+    stages: dist.ProcessGroup | None = None,
+    square_sum: Callable[[Sequence[Tensor]], Tensor] | None = None,
 ) -> Tensor:
     """Norm of all gradients as one vector.
 

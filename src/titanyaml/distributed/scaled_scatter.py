@@ -16,8 +16,15 @@ from titanyaml.distributed import compat
 
 
 def scaled_products_exchange(
-    lefts: list[Tensor], rights: list[Tensor], left_scales: list[Tensor], right_scales: list[Tensor], batch: int,
-    fast_accum: bool, dtype: torch.dtype, size: int, group_name: str,
+    lefts: list[Tensor],
+    rights: list[Tensor],
+    left_scales: list[Tensor],
+    right_scales: list[Tensor],
+    batch: int,
+    fast_accum: bool,
+    dtype: torch.dtype,
+    size: int,
+    group_name: str,
 ) -> Tensor:
     """Every rank's sum of products in this rank's slice of the sequence, [R, B, S/R, N].
 
@@ -27,9 +34,15 @@ def scaled_products_exchange(
     """
     # what a product reads lies along the inner features
     rights = [right if right.stride(0) == 1 else right.t().contiguous().t() for right in rights]
-    parts = [(_by_slice(left, batch, size), right,
-              _by_slice(scale, batch, size) if scale.numel() > 1 else scale.expand(size, *scale.shape), other)
-             for left, right, scale, other in zip(lefts, rights, left_scales, right_scales, strict=True)]
+    parts = [
+        (
+            _by_slice(left, batch, size),
+            right,
+            _by_slice(scale, batch, size) if scale.numel() > 1 else scale.expand(size, *scale.shape),
+            other,
+        )
+        for left, right, scale, other in zip(lefts, rights, left_scales, right_scales, strict=True)
+    ]
     how = {"fast_accum": fast_accum, "dtype": dtype}
 
     def multiply(rank: int, out_LN: Tensor) -> None:
@@ -64,8 +77,15 @@ operator = torch.library.custom_op("titanyaml::scaled_products_exchange", scaled
 
 @operator.register_fake
 def _(
-    lefts: list[Tensor], rights: list[Tensor], left_scales: list[Tensor], right_scales: list[Tensor], batch: int,
-    fast_accum: bool, dtype: torch.dtype, size: int, group_name: str,
+    lefts: list[Tensor],
+    rights: list[Tensor],
+    left_scales: list[Tensor],
+    right_scales: list[Tensor],
+    batch: int,
+    fast_accum: bool,
+    dtype: torch.dtype,
+    size: int,
+    group_name: str,
 ) -> Tensor:
     tokens, width = lefts[0].shape[0], rights[0].shape[1]
     return lefts[0].new_empty(size, batch, tokens // batch // size, width, dtype=dtype)

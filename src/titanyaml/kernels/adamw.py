@@ -41,7 +41,12 @@ class Factors:
 
 
 def adamw_(
-    weight: Tensor | None, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, clip: Tensor,
+    weight: Tensor | None,
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    clip: Tensor,
     factors: Factors,
 ) -> None:
     """One update in place.
@@ -59,15 +64,36 @@ def adamw_(
     assert weight is not None and weight.dtype == torch.bfloat16 if split else master.dtype == torch.float32
     if n := master.numel():
         adamw_kernel[(-(-n // BLOCK),)](
-            master if weight is None else weight, master, grad, exp_avg, exp_avg_sq, clip, n,
-            factors.beta1, 1 - factors.beta1, factors.beta2, 1 - factors.beta2, factors.eps, factors.decay,
-            factors.step_size, factors.root_scale, STORED=weight is not None, SPLIT=split, QUIET_NAN=QUIET_NAN,
-            BLOCK=BLOCK, num_warps=WARPS,
+            master if weight is None else weight,
+            master,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            clip,
+            n,
+            factors.beta1,
+            1 - factors.beta1,
+            factors.beta2,
+            1 - factors.beta2,
+            factors.eps,
+            factors.decay,
+            factors.step_size,
+            factors.root_scale,
+            STORED=weight is not None,
+            SPLIT=split,
+            QUIET_NAN=QUIET_NAN,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
 
 
 def reference_(
-    weight: Tensor | None, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, clip: Tensor,
+    weight: Tensor | None,
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    clip: Tensor,
     factors: Factors,
 ) -> None:
     """``adamw_`` in plain PyTorch."""

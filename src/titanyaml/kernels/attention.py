@@ -47,8 +47,15 @@ def part_forward(
 
 
 def part_backward(
-    grad_BNSH: Tensor, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, out_BNSH: Tensor, lse_BNS: Tensor, *,
-    causal: bool, kernel: Kernel,
+    grad_BNSH: Tensor,
+    q_BNSH: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    out_BNSH: Tensor,
+    lse_BNS: Tensor,
+    *,
+    causal: bool,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This part's share of the gradients of q, k and v, in their dtypes.
 
@@ -76,9 +83,7 @@ def part_backward(
     return grad_q.to(q_BNSH.dtype), grad_k.to(k_BKTH.dtype), grad_v.to(v_BKTH.dtype)
 
 
-def merge_(
-    out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor, *, fused: bool
-) -> None:
+def merge_(out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor, *, fused: bool) -> None:
     """Attention over the keys of both parts, in place of the first; rounded to the dtypes of ``out`` and ``lse``.
 
     Args:

@@ -40,9 +40,7 @@ def gathered(
     return context_attention(q_BNSH, k_BKSH, v_BKSH, False, group.name, group.rank, group.size, kernel, fused)[0]
 
 
-def ring(
-    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: Kernel, fused: bool
-) -> Tensor:
+def ring(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: Kernel, fused: bool) -> Tensor:
     """The same by passing keys and values around."""
     return context_attention(q_BNSH, k_BKSH, v_BKSH, True, group.name, group.rank, group.size, kernel, fused)[0]
 
@@ -76,8 +74,17 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, around: bool, name: str, rank: int,
-    size: int, kernel: str,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    around: bool,
+    name: str,
+    rank: int,
+    size: int,
+    kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the queries, as the output, and of the pair of keys and values [2, B, S, K, H]."""
     state = _Backward(grad, q, k, v, out, lse, kernel)
@@ -115,7 +122,8 @@ context_attention, context_attention_backward = (
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2), q.new_empty(
-        q.shape[:3], dtype=wide)
+        q.shape[:3], dtype=wide
+    )
 
 
 @context_attention_backward.register_fake
@@ -219,8 +227,10 @@ def _share_gathered(state: _Backward, coming: Tensor, name: str, rank: int, size
     sent, received = _rows(q, rank, size)
     buffer = state.kv[0].new_empty(sum(sent), heads, width)
     lower, higher = _lower_and_higher(compat.wait(coming), rank, size)
-    grads = {**dict(enumerate(_runs(state.lower(lower), run) if lower is not None else ())),
-             **dict(enumerate(_runs(state.higher(higher), 2 * run) if higher is not None else (), rank + 1))}
+    grads = {
+        **dict(enumerate(_runs(state.lower(lower), run) if lower is not None else ())),
+        **dict(enumerate(_runs(state.higher(higher), 2 * run) if higher is not None else (), rank + 1)),
+    }
     for other, piece in enumerate(buffer.split(sent)):
         if other != rank:
             target = piece.view(2, q.shape[0], -1, heads, width)

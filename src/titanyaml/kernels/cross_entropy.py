@@ -34,8 +34,16 @@ def cross_entropy_(logits_CV: Tensor, labels_C: Tensor, *, ignore_index: int, gr
     losses_C = torch.empty(tokens, dtype=torch.float32, device=logits_CV.device)
     if tokens:
         cross_entropy_kernel[(tokens,)](
-            logits_CV, labels_C, losses_C, vocab, logits_CV.stride(0), ignore_index, GRADIENT=gradient,
-            LOWEST=_LOWEST, BLOCK=min(BLOCK, next_power_of_2(vocab)), num_warps=WARPS,
+            logits_CV,
+            labels_C,
+            losses_C,
+            vocab,
+            logits_CV.stride(0),
+            ignore_index,
+            GRADIENT=gradient,
+            LOWEST=_LOWEST,
+            BLOCK=min(BLOCK, next_power_of_2(vocab)),
+            num_warps=WARPS,
         )
     return losses_C
 
@@ -51,8 +59,16 @@ def shard_parts(logits_CV: Tensor, labels_C: Tensor, *, first: int) -> Tensor:
     parts_2C = torch.empty(2, tokens, dtype=torch.float32, device=logits_CV.device)
     if tokens:
         cross_entropy_parts_kernel[(tokens,)](
-            logits_CV, labels_C, parts_2C, tokens, first, columns, logits_CV.stride(0),
-            LOWEST=_LOWEST, BLOCK=min(BLOCK, next_power_of_2(columns)), num_warps=WARPS,
+            logits_CV,
+            labels_C,
+            parts_2C,
+            tokens,
+            first,
+            columns,
+            logits_CV.stride(0),
+            LOWEST=_LOWEST,
+            BLOCK=min(BLOCK, next_power_of_2(columns)),
+            num_warps=WARPS,
         )
     return parts_2C
 
@@ -71,9 +87,22 @@ def sharded_cross_entropy_(
     losses_C = torch.empty(tokens, dtype=torch.float32, device=logits_CV.device)
     if tokens:
         sharded_cross_entropy_kernel[(tokens,)](
-            logits_CV, labels_C, parts_R2C, losses_C, tokens, len(parts_R2C), first, columns, vocab,
-            logits_CV.stride(0), ignore_index, GRADIENT=gradient, LOWEST=_LOWEST,
-            RANKS=next_power_of_2(len(parts_R2C)), BLOCK=min(BLOCK, next_power_of_2(columns)), num_warps=WARPS,
+            logits_CV,
+            labels_C,
+            parts_R2C,
+            losses_C,
+            tokens,
+            len(parts_R2C),
+            first,
+            columns,
+            vocab,
+            logits_CV.stride(0),
+            ignore_index,
+            GRADIENT=gradient,
+            LOWEST=_LOWEST,
+            RANKS=next_power_of_2(len(parts_R2C)),
+            BLOCK=min(BLOCK, next_power_of_2(columns)),
+            num_warps=WARPS,
         )
     return losses_C
 

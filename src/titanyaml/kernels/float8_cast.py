@@ -61,7 +61,13 @@ def largest(x: Tensor, *, rowwise: bool, fused: bool, where_made: bool = False) 
 
 
 def float8_cast(
-    x: Tensor, largest: Tensor, *, dtype: torch.dtype, power_of_2: bool, fused: bool, straight: bool = True,
+    x: Tensor,
+    largest: Tensor,
+    *,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    fused: bool,
+    straight: bool = True,
     turned: bool = True,
 ) -> Float8:
     """Cast a matrix and its transpose.
@@ -138,9 +144,21 @@ def _cast(
     rows, columns = x.shape
     unread = (x, x)  # for a copy that is not made
     wrap_triton(float8_cast_kernel)[_grid(rows, columns)](
-        x, largest, *(made[:2] if straight else unread), *(made[-2:] if turned else unread), rows, columns,
-        PARTS=0 if largest.ndim == 1 else largest.numel(), TOP=torch.finfo(dtype).max, SMALLEST=SMALLEST,
-        POWER_OF_2=power_of_2, STRAIGHT=straight, TURNED=turned, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS,
+        x,
+        largest,
+        *(made[:2] if straight else unread),
+        *(made[-2:] if turned else unread),
+        rows,
+        columns,
+        PARTS=0 if largest.ndim == 1 else largest.numel(),
+        TOP=torch.finfo(dtype).max,
+        SMALLEST=SMALLEST,
+        POWER_OF_2=power_of_2,
+        STRAIGHT=straight,
+        TURNED=turned,
+        TILE_M=TILE_M,
+        TILE_K=TILE_K,
+        num_warps=WARPS,
     )
     return made
 

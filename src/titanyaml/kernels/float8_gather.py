@@ -27,10 +27,23 @@ from titanyaml.kernels.float8_shards import Float8Shards
 log = logging.getLogger("titanyaml")
 aten = torch.ops.aten
 #: What FSDP, tensor parallelism and materialisation do to a shard that must remain one.
-_VIEWS = frozenset({aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default,
-                    aten.slice.Tensor, aten.split.Tensor})
-_KEEP = _VIEWS | {aten.empty_like.default, aten.new_zeros.default, aten.copy_.default, aten._to_copy.default,
-                  aten.clone.default}
+_VIEWS = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.view.default,
+        aten.as_strided.default,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+    }
+)
+_KEEP = _VIEWS | {
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.clone.default,
+}
 _library = torch.library.Library("titanyaml", "FRAGMENT")
 _library.define("gathered_parts(Tensor weight) -> (Tensor, Tensor)")
 

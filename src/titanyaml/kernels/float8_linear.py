@@ -169,8 +169,15 @@ def float8_linear(x: Tensor | Operand, w_NK: Tensor, options: Options) -> Tensor
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w_NK: Tensor, data_MK: Tensor, inverse_M1: Tensor, data_KM: Tensor | None,
-        inverse_K1: Tensor | None, options: Options, gradient_where_made: bool,
+        ctx: Any,
+        x: Tensor,
+        w_NK: Tensor,
+        data_MK: Tensor,
+        inverse_M1: Tensor,
+        data_KM: Tensor | None,
+        inverse_K1: Tensor | None,
+        options: Options,
+        gradient_where_made: bool,
     ) -> Tensor:
         ctx.options, ctx.where_made = options, gradient_where_made
         ctx.is_gathered = isinstance(w_NK, GatheredWeight)
@@ -196,8 +203,11 @@ class _Float8Linear(torch.autograd.Function):
         grad = options.both(grad_y, options.grad_dtype, where_made=ctx.where_made)
         grad_x = grad_w = None
         if ctx.needs_input_grad[1]:
-            grad_w = _product(grad.data_KM, grad.inverse_K1, *x, **how) if options.gradient_in_float8 else \
-                grad_y.flatten(0, -2).t() @ x[0].flatten(0, -2)
+            grad_w = (
+                _product(grad.data_KM, grad.inverse_K1, *x, **how)
+                if options.gradient_in_float8
+                else grad_y.flatten(0, -2).t() @ x[0].flatten(0, -2)
+            )
         if ctx.needs_input_grad[0]:
             if ctx.is_gathered:
                 w = float8_turn(w, after=grad.inverse_M1, fused=options.fused)

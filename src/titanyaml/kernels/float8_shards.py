@@ -35,8 +35,12 @@ class Float8Shards:
         self.inverses = list(sources[0].new_empty((len(sources), 1, 4), dtype=torch.float32)[:, :, :1])
         if fused:
             assert all(source.data_ptr() % 16 == 0 for source in sources), "the kernels read 16 bytes at once"
-            rows = [[t.data_ptr() for t in sources], [t.data_ptr() for t in self.data],
-                    [t.data_ptr() for t in self.inverses], [t.numel() for t in sources]]
+            rows = [
+                [t.data_ptr() for t in sources],
+                [t.data_ptr() for t in self.data],
+                [t.data_ptr() for t in self.inverses],
+                [t.numel() for t in sources],
+            ]
             self.table = torch.tensor(rows, device=sources[0].device)
 
     @property
@@ -58,8 +62,16 @@ class Float8Shards:
         """Fill ``data`` and ``inverses``, given the maxima of the whole weights."""
         if self.fused:
             shards_cast_kernel[(self._programs, len(self.sources))](
-                self.table, self.sources[0], self.data[0], largest, len(self.sources), TILE=TILE, SMALLEST=SMALLEST,
-                TOP=torch.finfo(E4M3).max, BFLOAT16=self.dtype == torch.bfloat16, num_warps=WARPS,
+                self.table,
+                self.sources[0],
+                self.data[0],
+                largest,
+                len(self.sources),
+                TILE=TILE,
+                SMALLEST=SMALLEST,
+                TOP=torch.finfo(E4M3).max,
+                BFLOAT16=self.dtype == torch.bfloat16,
+                num_warps=WARPS,
             )
             return
         wholes = largest.view(torch.float32).to(self.dtype).float().view(-1, 1, 1)

@@ -28,8 +28,19 @@ def merge_(out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: T
     assert lse_BNS.dtype == part_lse_BNS.dtype == torch.float32 and part_lse_BNS.shape == lse_BNS.shape
     if out_BNSH.numel():
         merge_kernel[(-(-queries // ROWS), heads, batch)](
-            out_BNSH, lse_BNS, part_BNSH, part_lse_BNS, queries, size, *out_BNSH.stride()[:3], *lse_BNS.stride(),
-            *part_BNSH.stride()[:3], *part_lse_BNS.stride(), ROWS=ROWS, SIZE=next_power_of_2(size), num_warps=WARPS,
+            out_BNSH,
+            lse_BNS,
+            part_BNSH,
+            part_lse_BNS,
+            queries,
+            size,
+            *out_BNSH.stride()[:3],
+            *lse_BNS.stride(),
+            *part_BNSH.stride()[:3],
+            *part_lse_BNS.stride(),
+            ROWS=ROWS,
+            SIZE=next_power_of_2(size),
+            num_warps=WARPS,
         )
 
 

@@ -56,7 +56,8 @@ def hydra_arguments(arguments: list[str], environ: Mapping[str, str] = os.enviro
 def sweep_refusal() -> LaunchError:
     """Why torchrun and a sweep do not go together."""
     return LaunchError(
-        "a sweep cannot run inside torchrun, where every rank would run all of it", key="--multirun",
+        "a sweep cannot run inside torchrun, where every rank would run all of it",
+        key="--multirun",
         hint="python -m titanyaml -m ... without torchrun: each job starts ranks of its own",
     )
 
@@ -65,7 +66,8 @@ def refuse_without_torchrun(kind: str) -> None:
     """Raise LaunchError where ``launch.kind`` (``kind``) waits for ranks that nobody has started."""
     if kind == "external":
         raise LaunchError(
-            "external joins ranks that torchrun has started, and this process is not one", key="launch.kind",
+            "external joins ranks that torchrun has started, and this process is not one",
+            key="launch.kind",
             hint="launch=local, or torchrun --nproc-per-node N -m titanyaml ...",
         )
 

@@ -53,7 +53,11 @@ def of_exception(error: BaseException, *, rank: int) -> Failure:
     code = error.exit_code if known else error.code if isinstance(error, SystemExit) else EXIT_FAILED
     name, message = type(error).__name__, str(error)
     return Failure(
-        rank=rank, time=time.time(), type=name, message=message, summary=_summary(error),
+        rank=rank,
+        time=time.time(),
+        type=name,
+        message=message,
+        summary=_summary(error),
         traceback="" if known else "".join(traceback.format_exception(error)),
         exit_code=code if isinstance(code, int) and code else EXIT_FAILED,
         lost_peer=name in _LOST_PEER_TYPES or any(text in message for text in _LOST_PEER_TEXT),

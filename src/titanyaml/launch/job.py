@@ -97,8 +97,16 @@ def _write_records(run: RunDir, config: Config, text: str, *, typed: Typed, rank
     write_typed(run, typed)
     atomic_write(run.path / "environment.json", json.dumps(machine.describe(), indent=2) + "\n")
     run.write_status(
-        state="running", run_id=config.run.id, runner=config.runner.name, config_hash=dump.dataclass_hash(config),
-        world_size=ranks, global_batch=batch, generation=run.generation, reason=None, error=None, exit_code=None,
+        state="running",
+        run_id=config.run.id,
+        runner=config.runner.name,
+        config_hash=dump.dataclass_hash(config),
+        world_size=ranks,
+        global_batch=batch,
+        generation=run.generation,
+        reason=None,
+        error=None,
+        exit_code=None,
         started=run.status().get("started", utc_now()),
     )
 

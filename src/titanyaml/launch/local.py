@@ -135,8 +135,12 @@ def rank_environment(rank: int, *, nproc: int, port: int) -> dict[str, str]:
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve must not stop ranks of one host
     return env | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
     }
 
 
@@ -149,15 +153,32 @@ class _Group:
         self.logs: list[IO[bytes]] = []
         self.processes: list[subprocess.Popen] = []
         self.ended: dict[int, float] = {}
-        command = [sys.executable, "-m", "titanyaml.launch.rank", "--run-dir", str(run.path), "--run-id", run_id,
-                   "--generation", str(run.generation), "--parent", str(os.getpid())]
+        command = [
+            sys.executable,
+            "-m",
+            "titanyaml.launch.rank",
+            "--run-dir",
+            str(run.path),
+            "--run-id",
+            run_id,
+            "--generation",
+            str(run.generation),
+            "--parent",
+            str(os.getpid()),
+        ]
         try:
             for rank in range(nproc):
                 output = self._output(rank)
-                self.processes.append(subprocess.Popen(
-                    command, env=rank_environment(rank, nproc=nproc, port=port), stdin=subprocess.DEVNULL,
-                    stdout=output, stderr=output, start_new_session=True,
-                ))
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=rank_environment(rank, nproc=nproc, port=port),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
+                    )
+                )
         except BaseException:
             self.end()
             raise
@@ -242,8 +263,14 @@ class _Group:
         else:
             how = f"ended with exit code {code}"
         return Failure(
-            rank=rank, time=self.ended[rank], type="signal" if code < 0 else "exit", summary=f"it {how}", traceback="",
-            message=f"it {how}{_tail(_log_path(self.run, rank))}", exit_code=EXIT_FAILED, lost_peer=killed,
+            rank=rank,
+            time=self.ended[rank],
+            type="signal" if code < 0 else "exit",
+            summary=f"it {how}",
+            traceback="",
+            message=f"it {how}{_tail(_log_path(self.run, rank))}",
+            exit_code=EXIT_FAILED,
+            lost_peer=killed,
         )
 
 

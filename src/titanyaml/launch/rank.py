@@ -124,7 +124,9 @@ def leave(code: int) -> NoReturn:
 def configure_logging(rank: int) -> None:
     """Rank 0 of titanyaml talks; other ranks, and libraries, only say what is wrong."""
     logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, force=True,
+        level=logging.WARNING,
+        stream=sys.stderr,
+        force=True,
         format="%(message)s" if rank == 0 else f"[rank {rank}] %(message)s",
     )
     logging.getLogger("titanyaml").setLevel(logging.INFO if rank == 0 else logging.WARNING)

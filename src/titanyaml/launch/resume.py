@@ -19,13 +19,30 @@ from titanyaml.rundir import RunDir
 
 #: Keys, and groups of keys, that may differ.
 FREE = (
-    "train.steps", "train.log_every", "train.gc_every", "validation", "checkpoint", "tracker", "hardware", "launch",
-    "sweep", "user", "ac", "pipeline.plugins.ac", "loss.chunk_tokens",
-    "optim.master", "pipeline.plugins.fsdp.master",
-    "data.prefetch", "data.cache_dir", "profile",
-    "compile.cache_dir", "pipeline.plugins.compile.cache_dir",
-    "parallel.fsdp_reshard_after_forward", "pipeline.plugins.fsdp.reshard_after_forward",
-    "parallel.fsdp_reuse_memory", "pipeline.plugins.fsdp.reuse_memory",
+    "train.steps",
+    "train.log_every",
+    "train.gc_every",
+    "validation",
+    "checkpoint",
+    "tracker",
+    "hardware",
+    "launch",
+    "sweep",
+    "user",
+    "ac",
+    "pipeline.plugins.ac",
+    "loss.chunk_tokens",
+    "optim.master",
+    "pipeline.plugins.fsdp.master",
+    "data.prefetch",
+    "data.cache_dir",
+    "profile",
+    "compile.cache_dir",
+    "pipeline.plugins.compile.cache_dir",
+    "parallel.fsdp_reshard_after_forward",
+    "pipeline.plugins.fsdp.reshard_after_forward",
+    "parallel.fsdp_reuse_memory",
+    "pipeline.plugins.fsdp.reuse_memory",
 )
 #: Keys that a saved position in the data depends on: nothing can accept another value.
 FIXED = ("train.seq_len",)
@@ -55,7 +72,8 @@ def accept(cfg: DictConfig, config: Config, run: RunDir, *, global_batch: int) -
         if config.checkpoint.resume != "none" and any((run.path / "checkpoints").glob("step-*")):
             raise ConfigError(
                 f"{run.path} holds checkpoints but no config.yaml: what they were begun with is unknown",
-                key="run.id", hint=f"put the file back, or another run.id and checkpoint.resume={run.path}",
+                key="run.id",
+                hint=f"put the file back, or another run.id and checkpoint.resume={run.path}",
             )
         return {}
     changes = dump.changed(cfg, path)
@@ -63,7 +81,8 @@ def accept(cfg: DictConfig, config: Config, run: RunDir, *, global_batch: int) -
     free = [*FREE, *FREE_WITH_EQUAL_BATCH, *accepted]
     refused = {
         key: (f"is {new!r}, but {run.path} was begun with {old!r}", f"{key}={old}")
-        for key, (old, new) in changes.items() if under(key, FIXED) or not under(key, free)
+        for key, (old, new) in changes.items()
+        if under(key, FIXED) or not under(key, free)
     }
     begun_with = run.status().get("global_batch", global_batch)
     if begun_with != global_batch and not under("train.global_batch", accepted):
@@ -92,7 +111,8 @@ def refuse_what_the_checkpoint_brings(config: Config, overrides: list[str]) -> N
     typed = {typed_key(text): text for text in overrides}
     problems = [
         Problem(key, f"is fixed by the checkpoint {config.runner.checkpoint}", hint=f"leave out {text}")
-        for key, text in typed.items() if under(key, BROUGHT)
+        for key, text in typed.items()
+        if under(key, BROUGHT)
     ]
     if problems:
         raise ConfigError(problems)

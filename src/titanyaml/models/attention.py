@@ -30,12 +30,14 @@ def head_size(spec: Model) -> int:
     """
     if spec.num_heads % spec.num_kv_heads:
         raise ConfigError(
-            f"{spec.num_kv_heads} does not divide model.num_heads={spec.num_heads}", key="model.num_kv_heads",
+            f"{spec.num_kv_heads} does not divide model.num_heads={spec.num_heads}",
+            key="model.num_kv_heads",
             hint=f"model.num_kv_heads={spec.num_heads}",
         )
     if spec.head_dim is None and spec.dim % spec.num_heads:
         raise ConfigError(
-            f"{spec.num_heads} does not divide model.dim={spec.dim}", key="model.num_heads",
+            f"{spec.num_heads} does not divide model.dim={spec.dim}",
+            key="model.num_heads",
             hint="set model.head_dim, or a number of heads that divides the width",
         )
     return spec.head_dim or spec.dim // spec.num_heads
@@ -56,6 +58,7 @@ def document_mask(documents_BT: Tensor, rows_S: Tensor | None = None, *, dtype: 
     if rows_S is None:
         rows_S = torch.arange(length, device=documents_BT.device)
     if documents_BT.is_cuda and dtype != torch.float64:
+
         def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (rows_S[q] >= k) & (documents_BT[b, rows_S[q]] == documents_BT[b, k])
 
@@ -169,5 +172,5 @@ class Attention(nn.Module):
             group = q_BNSH.shape[1] // k_BKTH.shape[1]
             k_BKTH, v_BKTH = (t.repeat_interleave(group, dim=1) for t in (k_BKTH, v_BKTH))
         return F.scaled_dot_product_attention(
-            q_BNSH, k_BKTH, v_BKTH, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped and mask is None,
+            q_BNSH, k_BKTH, v_BKTH, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped and mask is None
         )

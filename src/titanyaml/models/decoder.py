@@ -60,9 +60,7 @@ class TransformerBlock(nn.Module):
             The residual stream [B, S, D].
         """
         h_BSD = self.attention_norm(x_BSD)
-        x_BSD = x_BSD + self.attention(
-            h_BSD, cos_SP, sin_SP, mask, keys_BKTH, values_BKTH, positions_S, temperature_S
-        )
+        x_BSD = x_BSD + self.attention(h_BSD, cos_SP, sin_SP, mask, keys_BKTH, values_BKTH, positions_S, temperature_S)
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
@@ -106,9 +104,12 @@ class Decoder(nn.Module):
         part._register_tables(self.rope_cos_TP.device)
         facts = self.facts
         part.facts = replace(
-            facts, blocks=tuple(blocks), layouts=tuple(facts.layouts[facts.blocks.index(name)] for name in blocks),
+            facts,
+            blocks=tuple(blocks),
+            layouts=tuple(facts.layouts[facts.blocks.index(name)] for name in blocks),
             embedding=facts.embedding if part.tok_embeddings is not None else "",
-            head=facts.head if heads else "", final_norm=facts.final_norm if heads else "",
+            head=facts.head if heads else "",
+            final_norm=facts.final_norm if heads else "",
         )
         return part
 
@@ -126,8 +127,11 @@ class Decoder(nn.Module):
         self.rope_cos_TP, self.rope_sin_TP = rope.tables(frequencies_P, length=spec.max_seq_len, device=device)
         if spec.attention_temperature:
             self.temperature_T = rope.temperatures(
-                length=spec.max_seq_len, strength=spec.attention_temperature, floor=spec.attention_temperature_floor,
-                dtype=dtype, device=device,
+                length=spec.max_seq_len,
+                strength=spec.attention_temperature,
+                floor=spec.attention_temperature_floor,
+                dtype=dtype,
+                device=device,
             )
 
     def forward(
@@ -166,7 +170,8 @@ class Decoder(nn.Module):
         start = cache.position if cache is not None else 0
         if start + count > self.spec.max_seq_len:
             raise ConfigError(
-                f"{start + count} tokens exceed model.max_seq_len={self.spec.max_seq_len}", key="train.seq_len",
+                f"{start + count} tokens exceed model.max_seq_len={self.spec.max_seq_len}",
+                key="train.seq_len",
                 hint=f"train.seq_len={self.spec.max_seq_len}",
             )
         h_BSD = self.tok_embeddings(tokens_BS) if self.embeds else tokens_BS

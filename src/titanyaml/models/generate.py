@@ -43,7 +43,8 @@ def generate(
     if len(tokens) + max_new_tokens > limit:
         raise ConfigError(
             f"{len(tokens)} prompt tokens and {max_new_tokens} new ones exceed model.max_seq_len={limit}",
-            key="runner.max_new_tokens", hint=f"runner.max_new_tokens={max(limit - len(tokens), 1)}",
+            key="runner.max_new_tokens",
+            hint=f"runner.max_new_tokens={max(limit - len(tokens), 1)}",
         )
     bad = [token for token in tokens if not 0 <= token < model.facts.vocab_size]
     if bad:
@@ -55,8 +56,13 @@ def generate(
 
 @torch.no_grad()
 def _generate(
-    model: Decoder, tokens: list[int], max_new_tokens: int, temperature: float, top_k: int | None,
-    generator: torch.Generator | None, stop_ids: frozenset[int],
+    model: Decoder,
+    tokens: list[int],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator | None,
+    stop_ids: frozenset[int],
 ) -> Iterator[int]:
     device = next(model.parameters()).device
     # the last new token is never read back

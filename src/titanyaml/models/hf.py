@@ -89,7 +89,8 @@ def to_hf(state: dict[str, Tensor], spec: Model) -> dict[str, Tensor]:
     parts = pieces(spec)
     _check_keys(state, [name for piece in parts for name in piece.ours], what="state")
     return {
-        name: tensor for piece in parts
+        name: tensor
+        for piece in parts
         for name, tensor in zip(piece.theirs, piece.export([state[n] for n in piece.ours]), strict=True)
     }
 
@@ -107,13 +108,15 @@ def from_hf(state: dict[str, Tensor], spec: Model) -> dict[str, Tensor]:
         head, embedding = state.pop(_HEAD), state.get(_EMBEDDING)
         if embedding is not None and not (head is embedding or torch.equal(head, embedding)):
             raise CheckpointError(
-                f"{_HEAD} differs from the embedding, but the model is tied", key="model.tie_embeddings",
+                f"{_HEAD} differs from the embedding, but the model is tied",
+                key="model.tie_embeddings",
                 hint="model.tie_embeddings=false",
             )
     parts = pieces(spec)
     _check_keys(state, [name for piece in parts for name in piece.theirs], what="Hugging Face state")
     return {
-        name: tensor for piece in parts
+        name: tensor
+        for piece in parts
         for name, tensor in zip(piece.ours, piece.load([state[n] for n in piece.theirs]), strict=True)
     }
 
@@ -122,10 +125,12 @@ def _check_keys(got: Iterable[str], wanted: Iterable[str], *, what: str) -> None
     missing, unexpected = sorted(set(wanted) - set(got)), sorted(set(got) - set(wanted))
     parts = [
         f"{len(keys)} {kind} ({', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''})"
-        for kind, keys in (("missing", missing), ("unexpected", unexpected)) if keys
+        for kind, keys in (("missing", missing), ("unexpected", unexpected))
+        if keys
     ]
     if parts:
         raise CheckpointError(
-            f"{what}: names do not fit the model: {'; '.join(parts)}", key="model",
+            f"{what}: names do not fit the model: {'; '.join(parts)}",
+            key="model",
             hint="the model option that the weights were made with",
         )

@@ -20,13 +20,26 @@ ARCHITECTURES = {
 _FIXED = {
     "llama3": {"moe.num_experts": 0},
     "qwen3": {"moe.num_experts": 0, "qk_norm": True},
-    "mixtral": {"moe.score": "softmax", "moe.normalize": True, "moe.first_dense": 0, "moe.every": 1,
-                "moe.ffn_dim": None, "moe.shared_ffn_dim": 0, "moe.weight_at": "output", "attention_bias": False},
+    "mixtral": {
+        "moe.score": "softmax",
+        "moe.normalize": True,
+        "moe.first_dense": 0,
+        "moe.every": 1,
+        "moe.ffn_dim": None,
+        "moe.shared_ffn_dim": 0,
+        "moe.weight_at": "output",
+        "attention_bias": False,
+    },
     "qwen3_moe": {"moe.score": "softmax", "moe.shared_ffn_dim": 0, "moe.weight_at": "output", "qk_norm": True},
     "llama4": {"moe.score": "sigmoid", "moe.normalize": False, "moe.first_dense": 0, "moe.weight_at": "input"},
 }
-_DEFAULTS = {"qk_norm": False, "qk_l2_norm": False, "nope_every": 0, "attention_chunk": None,
-             "attention_temperature": 0.0}
+_DEFAULTS = {
+    "qk_norm": False,
+    "qk_l2_norm": False,
+    "nope_every": 0,
+    "attention_chunk": None,
+    "attention_temperature": 0.0,
+}
 _MOE_DEFAULTS = {"moe.scale": 1.0, "moe.num_groups": 1, "moe.bias_rate": 0.0}
 _LLAMA4_FREE = ("qk_l2_norm", "nope_every", "attention_chunk", "attention_temperature")
 
@@ -80,21 +93,31 @@ def _mixtral(spec: Model) -> dict[str, Any]:
 def _qwen3_moe(spec: Model) -> dict[str, Any]:
     moe = spec.moe
     return {
-        "num_experts": moe.num_experts, "num_experts_per_tok": moe.top_k, "norm_topk_prob": moe.normalize,
-        "moe_intermediate_size": moe.ffn_dim or spec.ffn_dim, "decoder_sparse_step": moe.every,
-        "mlp_only_layers": list(range(moe.first_dense)), "use_sliding_window": False,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": moe.normalize,
+        "moe_intermediate_size": moe.ffn_dim or spec.ffn_dim,
+        "decoder_sparse_step": moe.every,
+        "mlp_only_layers": list(range(moe.first_dense)),
+        "use_sliding_window": False,
     }
 
 
 def _llama4(spec: Model) -> dict[str, Any]:
     moe, layers = spec.moe, range(spec.num_layers)
     return {
-        "intermediate_size": moe.ffn_dim or spec.ffn_dim, "intermediate_size_mlp": spec.ffn_dim,
-        "num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k,
-        "interleave_moe_layer_step": moe.every, "moe_layers": [i for i in layers if is_mixture(spec, i)],
-        "no_rope_layers": [int(is_rotary(spec, i)) for i in layers], "attention_chunk_size": spec.attention_chunk,
-        "use_qk_norm": spec.qk_l2_norm, "attn_temperature_tuning": spec.attention_temperature > 0,
-        "attn_scale": spec.attention_temperature, "floor_scale": spec.attention_temperature_floor,
+        "intermediate_size": moe.ffn_dim or spec.ffn_dim,
+        "intermediate_size_mlp": spec.ffn_dim,
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "interleave_moe_layer_step": moe.every,
+        "moe_layers": [i for i in layers if is_mixture(spec, i)],
+        "no_rope_layers": [int(is_rotary(spec, i)) for i in layers],
+        "attention_chunk_size": spec.attention_chunk,
+        "use_qk_norm": spec.qk_l2_norm,
+        "attn_temperature_tuning": spec.attention_temperature > 0,
+        "attn_scale": spec.attention_temperature,
+        "floor_scale": spec.attention_temperature_floor,
     }
 
 
@@ -126,5 +149,6 @@ def _inexpressible(spec: Model) -> list[Problem]:
 def _problem(name: str, got: Any, value: Any, spec: Model) -> Problem:
     families = {"qwen3": "llama3", "llama3": "qwen3"} if name == "qk_norm" else {}
     hint = f"model.family={families[spec.family]}" if spec.family in families else "another model.family"
-    return Problem(f"model.{name}", f"{got} cannot be expressed by {ARCHITECTURES[spec.family][0]}",
-                   allowed=str(value), hint=hint)
+    return Problem(
+        f"model.{name}", f"{got} cannot be expressed by {ARCHITECTURES[spec.family][0]}", allowed=str(value), hint=hint
+    )

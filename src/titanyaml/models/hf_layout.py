@@ -44,7 +44,8 @@ def one_by_one(ours: str, theirs: str, *, num_experts: int) -> Piece:
 def fused_gate_up(gate: str, up: str, theirs: str) -> Piece:
     """Gate and up here [E, F, D] each, there [E, D, 2F]."""
     return Piece(
-        (gate, up), (theirs,),
+        (gate, up),
+        (theirs,),
         lambda t: (torch.cat(tuple(t), dim=1).transpose(1, 2).contiguous(),),
         lambda t: tuple(half.contiguous() for half in t[0].transpose(1, 2).chunk(2, dim=1)),
     )

@@ -25,7 +25,12 @@ from titanyaml.models.layers import at_least_float32
 
 @torch.no_grad()
 def materialise(
-    model: nn.Module, *, device: torch.device, seed: int, param_dtype: torch.dtype, storage: torch.device | None = None,
+    model: nn.Module,
+    *,
+    device: torch.device,
+    seed: int,
+    param_dtype: torch.dtype,
+    storage: torch.device | None = None,
     split: bool = False,
 ) -> dict[str, Tensor]:
     """Allocate ``model`` on ``device`` and initialise it. At most one whole tensor exists besides the model.
@@ -74,8 +79,18 @@ def initial_std(name: str, spec: Model) -> float | None:
     names that are no matrix of the decoder."""
     if name.endswith((".wo.weight", ".w2.weight", ".experts.w2")):
         return spec.init_std / math.sqrt(2 * spec.num_layers)
-    matrices = ("tok_embeddings.weight", "output.weight", ".wq.weight", ".wk.weight", ".wv.weight", ".w1.weight",
-                ".w3.weight", ".router.weight", ".experts.w1", ".experts.w3")
+    matrices = (
+        "tok_embeddings.weight",
+        "output.weight",
+        ".wq.weight",
+        ".wk.weight",
+        ".wv.weight",
+        ".w1.weight",
+        ".w3.weight",
+        ".router.weight",
+        ".experts.w1",
+        ".experts.w3",
+    )
     return spec.init_std if name.endswith(matrices) else None
 
 
@@ -132,7 +147,8 @@ def _refuse_nan(named: list[tuple[str, Tensor]]) -> None:
     if bad:
         raise TitanError(
             f"no initialisation for {', '.join(bad)}: no rule knows the parameter, or no init_buffers fills the buffer",
-            key="pipeline.plugins", hint="a plugin that adds a buffer gives its module init_buffers(device, *, dtype)",
+            key="pipeline.plugins",
+            hint="a plugin that adds a buffer gives its module init_buffers(device, *, dtype)",
         )
 
 

@@ -202,7 +202,12 @@ class _Report(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights_BSK: Tensor, balance: Tensor, gain: Tensor, load_E: Tensor, load_buffer_E: Tensor,
+        ctx: Any,
+        weights_BSK: Tensor,
+        balance: Tensor,
+        gain: Tensor,
+        load_E: Tensor,
+        load_buffer_E: Tensor,
         balance_buffer: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(balance, gain, load_E)

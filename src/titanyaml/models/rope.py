@@ -32,7 +32,8 @@ def inverse_frequencies(
     """
     if head_dim % 2:
         raise ConfigError(
-            f"RoPE turns pairs of channels; {head_dim} is odd", key="model.head_dim",
+            f"RoPE turns pairs of channels; {head_dim} is odd",
+            key="model.head_dim",
             hint=f"model.head_dim={head_dim + 1}",
         )
     frequencies_P = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)
@@ -41,7 +42,8 @@ def inverse_frequencies(
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if high < low:
         raise ConfigError(
-            f"{high} is below low_freq_factor={low}", key="model.rope_scaling.high_freq_factor",
+            f"{high} is below low_freq_factor={low}",
+            key="model.rope_scaling.high_freq_factor",
             hint=f"model.rope_scaling.high_freq_factor={4 * low}",
         )
     wavelengths_P = 2 * math.pi / frequencies_P

@@ -16,9 +16,15 @@ from titanyaml.optim.lowbit import LowBitAdamW
 
 
 def build(
-    spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
-    device: torch.device | str, elsewhere: Mapping[str, Tensor] | None = None, fused: bool = False,
-    one_backward: bool = False, compiled: str = "",
+    spec: schema.Optim,
+    named_params: Mapping[str, nn.Parameter],
+    *,
+    masters: Mapping[str, Tensor],
+    device: torch.device | str,
+    elsewhere: Mapping[str, Tensor] | None = None,
+    fused: bool = False,
+    one_backward: bool = False,
+    compiled: str = "",
 ) -> AdamW:
     """The optimizer that ``spec`` names.
 
@@ -41,8 +47,9 @@ def build(
         return LowBitAdamW(spec, named_params, masters=masters, compiled=on_gpu, elsewhere=elsewhere)
     implementation = spec.implementation
     if compiled:
-        return CompiledAdamW(spec, named_params, masters=masters, one_backward=one_backward, backend=compiled,
-                             elsewhere=elsewhere)
+        return CompiledAdamW(
+            spec, named_params, masters=masters, one_backward=one_backward, backend=compiled, elsewhere=elsewhere
+        )
     if implementation == "auto" and fused and fits(named_params, masters):
         return FusedAdamW(spec, named_params, masters=masters, one_backward=one_backward, elsewhere=elsewhere)
     if implementation == "auto":

@@ -126,8 +126,13 @@ class AdamW:
     accumulates = True  # gradients of parameters with a master into a full-precision sum
 
     def __init__(
-        self, spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
-        implementation: str, elsewhere: Mapping[str, Tensor] | None = None,
+        self,
+        spec: schema.Optim,
+        named_params: Mapping[str, nn.Parameter],
+        *,
+        masters: Mapping[str, Tensor],
+        implementation: str,
+        elsewhere: Mapping[str, Tensor] | None = None,
     ) -> None:
         unique = {id(parameter): name for name, parameter in reversed(named_params.items())}
         params = {name: p for name, p in named_params.items() if unique[id(p)] == name}
@@ -138,7 +143,8 @@ class AdamW:
         self.names = tuple(params)
         everything = {**(elsewhere or {}), **params}
         self.groups: list[Group] = [
-            Group(names, group.lr_scale, group.weight_decay) for group in make_groups(spec, everything)
+            Group(names, group.lr_scale, group.weight_decay)
+            for group in make_groups(spec, everything)
             if (names := tuple(name for name in group.names if name in params))
         ]
         self._slots = {name: self._slot(name, p, masters.get(name)) for name, p in params.items()}
@@ -214,9 +220,15 @@ class AdamW:
             [local(slot.moments["exp_avg_sq"]) for slot in slots],
             [],
             [slot.step for slot in slots],
-            foreach=self.implementation == "foreach", fused=self.implementation == "fused",
-            amsgrad=False, maximize=False,
-            beta1=self.beta1, beta2=self.beta2, eps=self.eps, lr=lr, weight_decay=weight_decay,
+            foreach=self.implementation == "foreach",
+            fused=self.implementation == "fused",
+            amsgrad=False,
+            maximize=False,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            lr=lr,
+            weight_decay=weight_decay,
         )
 
     def runs(self) -> str:

@@ -27,8 +27,14 @@ class CompiledAdamW(FusedAdamW):
     """
 
     def __init__(
-        self, spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
-        one_backward: bool, backend: str, elsewhere: Mapping[str, Tensor] | None = None,
+        self,
+        spec: schema.Optim,
+        named_params: Mapping[str, nn.Parameter],
+        *,
+        masters: Mapping[str, Tensor],
+        one_backward: bool,
+        backend: str,
+        elsewhere: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(spec, named_params, masters=masters, one_backward=one_backward, elsewhere=elsewhere)
         self.rule = _compiled(backend)
@@ -37,13 +43,16 @@ class CompiledAdamW(FusedAdamW):
         """See ``Optimizer``."""
         return "compiled" + self._splits() + ("" if self.accumulates else ", gradients read as autograd leaves them")
 
-    def _update_one(
-        self, slot: Slot, name: str, grad: Tensor, clip: Tensor, lr: float, weight_decay: float
-    ) -> None:
+    def _update_one(self, slot: Slot, name: str, grad: Tensor, clip: Tensor, lr: float, weight_decay: float) -> None:
         state = self._state[name]
         with slot.opened() as weight:
             factors = formula.factors(
-                int(slot.step), lr=lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=weight_decay,
+                int(slot.step),
+                lr=lr,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                eps=self.eps,
+                weight_decay=weight_decay,
                 like=weight,
             )
             tensors = [weight, grad, local(state["exp_avg"]), local(state["exp_avg_sq"])]
@@ -55,7 +64,13 @@ class CompiledAdamW(FusedAdamW):
 
 
 def update(
-    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, stored: Tensor | None = None, *, clip: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    stored: Tensor | None = None,
+    *,
+    clip: Tensor,
     factors: tuple[Tensor, ...],
 ) -> None:
     """One AdamW update of one parameter, in place.

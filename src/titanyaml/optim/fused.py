@@ -24,8 +24,13 @@ class FusedAdamW(AdamW):
     """
 
     def __init__(
-        self, spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
-        one_backward: bool, elsewhere: Mapping[str, Tensor] | None = None,
+        self,
+        spec: schema.Optim,
+        named_params: Mapping[str, nn.Parameter],
+        *,
+        masters: Mapping[str, Tensor],
+        one_backward: bool,
+        elsewhere: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.accumulates = not one_backward
         super().__init__(spec, named_params, masters=masters, implementation="kernel", elsewhere=elsewhere)
@@ -50,16 +55,19 @@ class FusedAdamW(AdamW):
                 # kernels write behind torch's back; whoever keeps a copy of a weight must see that it is old
                 torch.autograd.graph.increment_version(local(slot.weight))
 
-    def _update_one(
-        self, slot: Slot, name: str, grad: Tensor, clip: Tensor, lr: float, weight_decay: float
-    ) -> None:
+    def _update_one(self, slot: Slot, name: str, grad: Tensor, clip: Tensor, lr: float, weight_decay: float) -> None:
         factors = Factors.at(
             int(slot.step), lr=lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=weight_decay
         )
         state = self._state[name]
         adamw_(
-            None if slot.master is None else local(slot.parameter), local(slot.weight), grad.contiguous(),
-            local(state["exp_avg"]), local(state["exp_avg_sq"]), clip, factors,
+            None if slot.master is None else local(slot.parameter),
+            local(slot.weight),
+            grad.contiguous(),
+            local(state["exp_avg"]),
+            local(state["exp_avg_sq"]),
+            clip,
+            factors,
         )
 
 

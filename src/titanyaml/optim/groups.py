@@ -37,10 +37,14 @@ def make_groups(spec: schema.Optim, named_params: Mapping[str, Tensor]) -> list[
         decay = spec.weight_decay if rule.weight_decay is None else rule.weight_decay
         flat = [name for name in names if named_params[name].ndim < 2]
         if rule.weight_decay and names and len(flat) == len(names):
-            problems.append(Problem(
-                f"optim.groups.{index}.weight_decay", f"{decay:g} for norms and biases only ({_shown(names)})",
-                allowed="norms and biases never decay", hint="weight_decay: null",
-            ))
+            problems.append(
+                Problem(
+                    f"optim.groups.{index}.weight_decay",
+                    f"{decay:g} for norms and biases only ({_shown(names)})",
+                    allowed="norms and biases never decay",
+                    hint="weight_decay: null",
+                )
+            )
         for name in names:
             settings.setdefault((rule.lr_scale, 0.0 if name in flat else decay), []).append(name)
     if problems:
@@ -61,16 +65,24 @@ def _match(rules: list[schema.ParamGroup], names: list[str]) -> tuple[list[list[
             matches = []
         else:
             if not matches:
-                problems.append(Problem(
-                    key, f"{rule.pattern!r} matches no parameter", allowed="a regular expression found in a name",
-                    hint=f"nearest names: {_shown(_nearest(rule.pattern, names))}",
-                ))
+                problems.append(
+                    Problem(
+                        key,
+                        f"{rule.pattern!r} matches no parameter",
+                        allowed="a regular expression found in a name",
+                        hint=f"nearest names: {_shown(_nearest(rule.pattern, names))}",
+                    )
+                )
         free = [name for name in matches if not any(name in earlier for earlier in taken)]
         if matches and not free:
-            problems.append(Problem(
-                key, f"{rule.pattern!r} matches only what earlier patterns took ({_shown(matches)})",
-                allowed="the first match wins", hint="put the narrower pattern first",
-            ))
+            problems.append(
+                Problem(
+                    key,
+                    f"{rule.pattern!r} matches only what earlier patterns took ({_shown(matches)})",
+                    allowed="the first match wins",
+                    hint="put the narrower pattern first",
+                )
+            )
         taken.append(free)
     return taken, problems
 

@@ -38,8 +38,13 @@ class LowBitAdamW(AdamW):
     """
 
     def __init__(
-        self, spec: schema.Optim, named_params: Mapping[str, nn.Parameter], *, masters: Mapping[str, Tensor],
-        compiled: bool, elsewhere: Mapping[str, Tensor] | None = None,
+        self,
+        spec: schema.Optim,
+        named_params: Mapping[str, nn.Parameter],
+        *,
+        masters: Mapping[str, Tensor],
+        compiled: bool,
+        elsewhere: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.in_blocks = spec.name == "adamw_8bit"
         super().__init__(spec, named_params, masters=masters, implementation="foreach", elsewhere=elsewhere)
@@ -97,8 +102,15 @@ def update_bf16(
 
 
 def update_8bit(
-    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, factor: Tensor, low: Tensor, high: Tensor,
-    factors: tuple[Tensor, ...], seed: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    factor: Tensor,
+    low: Tensor,
+    high: Tensor,
+    factors: tuple[Tensor, ...],
+    seed: Tensor,
 ) -> None:
     """As ``update_bf16``, of blocks [n, b]: codes (uint8) of that shape and, [n, 1], what decodes them."""
     mean, square = codes.decode_signed(exp_avg, factor), codes.decode_positive(exp_avg_sq, low, high)

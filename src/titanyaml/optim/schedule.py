@@ -27,7 +27,8 @@ def lr_at(spec: schema.Schedule, *, step: int, steps: int, lr: float) -> float:
     if spec.warmup_steps + decay_steps > steps:
         raise ConfigError(
             f"{spec.warmup_steps} steps of warm-up and {decay_steps} of decay do not fit into train.steps={steps}",
-            key="schedule.warmup_steps", hint=f"schedule.warmup_steps={max(steps - decay_steps, 0) // 2}",
+            key="schedule.warmup_steps",
+            hint=f"schedule.warmup_steps={max(steps - decay_steps, 0) // 2}",
         )
     peak_step = max(spec.warmup_steps, 1)
     if step <= peak_step:

@@ -68,8 +68,14 @@ def _check_reserved(key: str, node: Mapping[str, Any]) -> list[Problem]:
         if not (isinstance(name, str) and name.startswith("_")):
             continue
         if name not in RESERVED:
-            problems.append(Problem(f"{key}.{name}", "not a reserved key of a plugin node",
-                                    allowed=", ".join(RESERVED), hint=did_you_mean(name, RESERVED)))
+            problems.append(
+                Problem(
+                    f"{key}.{name}",
+                    "not a reserved key of a plugin node",
+                    allowed=", ".join(RESERVED),
+                    hint=did_you_mean(name, RESERVED),
+                )
+            )
         elif name in RESERVED[2:] and not _is_names(value):
             problems.append(Problem(f"{key}.{name}", f"is {value!r}", allowed="a list of node names"))
     return problems
@@ -89,8 +95,13 @@ def _check_class(key: str, node: Mapping[str, Any], cls: Any) -> list[Problem]:
         problems.append(Problem(where, what, allowed=", ".join(STAGES), hint=did_you_mean(str(stage), STAGES)))
     for kind in ("after", "before", "requires", "conflicts"):
         if not _is_names(getattr(cls, kind, ())):
-            problems.append(Problem(f"{key}._target_", f"{node['_target_']}.{kind} is {getattr(cls, kind)!r}",
-                                    allowed="a list of node names"))
+            problems.append(
+                Problem(
+                    f"{key}._target_",
+                    f"{node['_target_']}.{kind} is {getattr(cls, kind)!r}",
+                    allowed="a list of node names",
+                )
+            )
     return problems
 
 
@@ -106,13 +117,19 @@ def _check_arguments(key: str, node: Mapping[str, Any], cls: Any) -> list[Proble
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         allowed = [p.name for p in named]
         problems += [
-            Problem(f"{key}.{name}", f"{cls.__qualname__} has no argument {name!r}",
-                    allowed=", ".join(allowed) or "no arguments", hint=did_you_mean(name, allowed))
-            for name in given if name not in allowed
+            Problem(
+                f"{key}.{name}",
+                f"{cls.__qualname__} has no argument {name!r}",
+                allowed=", ".join(allowed) or "no arguments",
+                hint=did_you_mean(name, allowed),
+            )
+            for name in given
+            if name not in allowed
         ]
     problems += [
         Problem(f"{key}.{p.name}", f"{cls.__qualname__} needs the argument {p.name!r}", hint=f"++{key}.{p.name}=...")
-        for p in named if p.default is p.empty and p.name not in given
+        for p in named
+        if p.default is p.empty and p.name not in given
     ]
     return problems
 

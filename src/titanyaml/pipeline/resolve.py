@@ -150,16 +150,22 @@ def _check_partners(bound: Bound, on: Mapping[str, Bound], off: Mapping[str, str
             continue
         state = f"is off: {off[other]}" if other in off else "is not in pipeline.plugins"
         meant = did_you_mean(other, [*on, *failed]) if other not in off else ""
-        problems.append(Problem(
-            _key(bound.name), f"needs the node {other!r}, which {state}",
-            hint=meant or f"switch {other} on, or {bound.name} off",
-        ))
+        problems.append(
+            Problem(
+                _key(bound.name),
+                f"needs the node {other!r}, which {state}",
+                hint=meant or f"switch {other} on, or {bound.name} off",
+            )
+        )
     for other in bound.conflicts:
         if other in on:
-            problems.append(Problem(
-                _key(bound.name), f"cannot work together with the node {other!r}, and both are on",
-                hint=f"switch one of them off, e.g. ++{_key(bound.name)}._target_=null",
-            ))
+            problems.append(
+                Problem(
+                    _key(bound.name),
+                    f"cannot work together with the node {other!r}, and both are on",
+                    hint=f"switch one of them off, e.g. ++{_key(bound.name)}._target_=null",
+                )
+            )
     return problems
 
 
@@ -179,10 +185,13 @@ def _order(on: Mapping[str, Bound], problems: list[Problem]) -> list[Bound]:
         sorter.prepare()
     except graphlib.CycleError as error:
         cycle = " -> ".join(error.args[1])
-        problems.append(Problem(
-            "pipeline.plugins", f"after/before run in a circle: {cycle}",
-            hint="remove one of these _after_ or _before_ entries",
-        ))
+        problems.append(
+            Problem(
+                "pipeline.plugins",
+                f"after/before run in a circle: {cycle}",
+                hint="remove one of these _after_ or _before_ entries",
+            )
+        )
         return []
     position = {name: (STAGES.index(bound.stage), i) for i, (name, bound) in enumerate(on.items())}
     ready: list[tuple[tuple[int, int], str]] = []
@@ -213,7 +222,8 @@ def _apply(name: str, transform: Transform, model: nn.Module, ctx: Context) -> t
     if not change.modules:
         raise PipelineError(
             f"was asked for and changed nothing ({'; '.join([change.summary, *change.left_alone()])})",
-            key=_key(name), hint=f"switch it off: ++{_key(name)}._target_=null",
+            key=_key(name),
+            hint=f"switch it off: ++{_key(name)}._target_=null",
         )
     return model, change
 
@@ -240,4 +250,3 @@ def _damage(before: dict[str, str], after: dict[str, str]) -> str:
     if retied:
         parts.append(f"changed what is tied: {some([f'{n} was {before[n]}, is {after[n]}' for n in retied])}")
     return f"parameters must keep their names and ties, but the plugin {'; '.join(parts)}" if parts else ""
-

@@ -9,9 +9,6 @@ from rich.table import Table
 
 from titanyaml.pipeline.protocol import Change
 from titanyaml.pipeline.resolve import Resolved
-from titanyaml.pipeline_parallel.partition import Plan, named_orders
-from titanyaml.pipeline_schedule.kinds import KINDS, owners
-from titanyaml.pipeline_schedule.simulate import simulate
 
 
 def table(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = None) -> Table:
@@ -90,54 +87,29 @@ def records(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = N
     rows = []
     for order, (name, transform) in enumerate(resolved.steps, 1):
         change = done.get(name)
-        rows.append({
-            "order": order,
-            "stage": resolved.stages[name],
-            "node": name,
-            "class": f"{type(transform).__module__}.{type(transform).__qualname__}",
-            "summary": change.summary if change else "",
-            "modules": None if change is None else list(change.modules),
-            "skipped": dict(change.skipped) if change else {},
-            "off": None,
-        })
+        rows.append(
+            {
+                "order": order,
+                "stage": resolved.stages[name],
+                "node": name,
+                "class": f"{type(transform).__module__}.{type(transform).__qualname__}",
+                "summary": change.summary if change else "",
+                "modules": None if change is None else list(change.modules),
+                "skipped": dict(change.skipped) if change else {},
+                "off": None,
+            }
+        )
     for name, reason in resolved.off.items():
-        rows.append({"order": None, "stage": None, "node": name, "class": None, "summary": "", "modules": None,
-                     "skipped": {}, "off": reason})
+        rows.append(
+            {
+                "order": None,
+                "stage": None,
+                "node": name,
+                "class": None,
+                "summary": "",
+                "modules": None,
+                "skipped": {},
+                "off": reason,
+            }
+        )
     return rows
-
-
-def stages_table(plan: Plan) -> Table:
-    """A row per stage: its rank and what it holds."""
-    view = Table(title=f"stages: {len(plan.blocks)} on {plan.ranks} ranks", title_justify="left")
-    for column in ("stage", "rank", "layers"):
-        view.add_column(column, justify="right")
-    view.add_column("holds")
-    last = len(plan.blocks) - 1
-    for stage, blocks in enumerate(plan.blocks):
-        ends = ["embedding"] * (stage == 0), [blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]}"], \
-            ["final norm, head"] * (stage == last)
-        view.add_row(str(stage), str(plan.owners[stage]), str(len(blocks)), ", ".join(sum(ends, [])))
-    return view
-
-
-def schedules_table(plan: Plan) -> Table:
-    """A row per schedule that so many ranks and layers can run: microbatches, and the share of time that ranks wait."""
-    view = Table(title="schedules at unit costs: F = 1, B = 2 or I = W = 1, transfers 0", title_justify="left")
-    view.add_column("schedule")
-    for column in ("stages", "microbatches", "bubble"):
-        view.add_column(column, justify="right")
-    layers = sum(map(len, plan.blocks))
-    rows = {plan.schedule: (len(plan.blocks), plan.microbatches, plan.timeline().bubble)}
-    for name, kind in KINDS.items():
-        stages = kind.fewest * plan.ranks
-        if name in rows or stages > layers:
-            continue
-        filled = kind.fills(plan.microbatches, ranks=plan.ranks)
-        microbatches = plan.microbatches if filled else kind.smallest(plan.ranks)
-        placed = owners(kind.placement, ranks=plan.ranks, stages=stages)
-        orders = named_orders(name, owners=placed, microbatches=microbatches)
-        rows[name] = stages, microbatches, simulate(orders, stages=stages).bubble
-    for name, (stages, microbatches, bubble) in rows.items():
-        mark = "this run: " if name == plan.schedule else ""
-        view.add_row(mark + name, str(stages), str(microbatches), f"{bubble:.1%}")
-    return view

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from titanyaml.distributed import compat_pipeline
 from titanyaml.errors import TitanError
-from titanyaml.pipeline_parallel.partition import Plan
+from titanyaml.pipeline_parallel.partition import PipelinePartition
 
 #: Keyword arguments of one forward: ``tokens_BS``, ``labels_BS``, ``documents_BS`` (may be None).
 Inputs = Mapping[str, Tensor | None]
@@ -53,7 +53,12 @@ class Runtime:
     """
 
     def __init__(
-        self, parts: Sequence[nn.Module], plan: Plan, *, group: dist.ProcessGroup, device: torch.device,
+        self,
+        parts: Sequence[nn.Module],
+        plan: PipelinePartition,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.rank = dist.get_rank(group)
@@ -76,8 +81,9 @@ class Runtime:
         self.divisor = divisor
         for stage in self.stages:
             stage.total.zero_()
-        batch = {name: torch.cat([one[name] for one in inputs]) for name, value in inputs[0].items()
-                 if value is not None}
+        batch = {
+            name: torch.cat([one[name] for one in inputs]) for name, value in inputs[0].items() if value is not None
+        }
         tokens = batch.pop("tokens_BS")
         try:
             self.schedule.step(*([tokens] if 0 in self.parts else []), target=batch["labels_BS"], **batch)
@@ -157,8 +163,14 @@ class Runtime:
         tokens, loss = inputs["tokens_BS"].to("meta"), torch.empty(1, dtype=wide, device="meta", requires_grad=True)
         self.stages = [
             _Stage(
-                part, loss_fn=loss_fn, stage_index=stage, num_stages=last + 1, device=self.device, group=self.group,
-                input_args=stream if stage else tokens, output_args=loss if stage == last else stream,
+                part,
+                loss_fn=loss_fn,
+                stage_index=stage,
+                num_stages=last + 1,
+                device=self.device,
+                group=self.group,
+                input_args=stream if stage else tokens,
+                output_args=loss if stage == last else stream,
             )
             for stage, part in self.parts.items()
         ]

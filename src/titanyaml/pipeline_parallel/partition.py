@@ -15,7 +15,7 @@ from titanyaml.pipeline_schedule.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePartition:
     """A pipeline.
 
     Args:
@@ -77,9 +77,18 @@ def _one_forward_one_backward(ranks: int, microbatches: int) -> list[list[Action
 
 
 def make(
-    facts: ModelFacts, *, seq_len: int, ranks: int, microbatches: int, schedule: str, csv: str | None,
-    per_rank: int | None, names: Sequence[str], first_less: int | None, last_less: int | None,
-) -> Plan:
+    facts: ModelFacts,
+    *,
+    seq_len: int,
+    ranks: int,
+    microbatches: int,
+    schedule: str,
+    csv: str | None,
+    per_rank: int | None,
+    names: Sequence[str],
+    first_less: int | None,
+    last_less: int | None,
+) -> PipelinePartition:
     """The pipeline that the configuration asks for.
 
     Raises:
@@ -99,7 +108,7 @@ def make(
         counts = balanced_layers(facts, seq_len=seq_len, count=len(placed))
     ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
     blocks = tuple(facts.blocks[end - count : end] for end, count in zip(ends, counts, strict=True))
-    return Plan(csv or schedule, csv is not None, placed, blocks, microbatches)
+    return PipelinePartition(csv or schedule, csv is not None, placed, blocks, microbatches)
 
 
 def balanced_layers(facts: ModelFacts, *, seq_len: int, count: int) -> list[int]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titanyaml.models.decoder import Decoder
 from titanyaml.pipeline_parallel.execute import Inputs, LossFunction, Runtime
-from titanyaml.pipeline_parallel.partition import Plan
+from titanyaml.pipeline_parallel.partition import PipelinePartition
 
 
 class Staged(nn.Module):
@@ -30,7 +30,13 @@ class Staged(nn.Module):
     """
 
     def __init__(
-        self, whole: Decoder, plan: Plan, *, rank: int, group: dist.ProcessGroup, device: torch.device,
+        self,
+        whole: Decoder,
+        plan: PipelinePartition,
+        *,
+        rank: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
@@ -46,11 +52,15 @@ class Staged(nn.Module):
                     getattr(self, name).update(child)
                 else:
                     setattr(self, name, nn.ModuleDict(child) if isinstance(child, nn.ModuleDict) else child)
-        first_of = {name: next((got for part in self.parts if (got := getattr(part.facts, name))), "")
-                    for name in ("embedding", "head", "final_norm")}
+        first_of = {
+            name: next((got for part in self.parts if (got := getattr(part.facts, name))), "")
+            for name in ("embedding", "head", "final_norm")
+        }
         self.facts = replace(
-            whole.facts, blocks=tuple(block for part in self.parts for block in part.facts.blocks),
-            layouts=tuple(layout for part in self.parts for layout in part.facts.layouts), **first_of,
+            whole.facts,
+            blocks=tuple(block for part in self.parts for block in part.facts.blocks),
+            layouts=tuple(layout for part in self.parts for layout in part.facts.layouts),
+            **first_of,
         )
         here = dict(self.named_parameters())
         self.elsewhere = {name: p for name, p in whole.named_parameters() if name not in here}
@@ -98,8 +108,10 @@ class Staged(nn.Module):
         if mine.numel():
             peer = dist.get_global_rank(self.group, last if self.rank == first else first)
             other = torch.empty_like(mine, memory_format=torch.contiguous_format)
-            transfers = [dist.P2POp(dist.isend, mine.contiguous(), peer, self.group),
-                         dist.P2POp(dist.irecv, other, peer, self.group)]
+            transfers = [
+                dist.P2POp(dist.isend, mine.contiguous(), peer, self.group),
+                dist.P2POp(dist.irecv, other, peer, self.group),
+            ]
             for work in dist.batch_isend_irecv(transfers):
                 work.wait()
             mine += other

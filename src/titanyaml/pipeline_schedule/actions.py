@@ -64,8 +64,10 @@ def parse(rows: Iterable[Sequence[str]]) -> Grid:
             try:
                 grid[rank].append(parse_cell(text))
             except ValueError as error:
-                raise ValueError(f"row {rank + 1} (rank {rank}), column {column}: {error}; an action is a stage, one "
-                                 "of F, B, I, W, and a microbatch, as in 2F5") from None
+                raise ValueError(
+                    f"row {rank + 1} (rank {rank}), column {column}: {error}; an action is a stage, one "
+                    "of F, B, I, W, and a microbatch, as in 2F5"
+                ) from None
     return grid
 
 

@@ -42,7 +42,8 @@ class Kind:
 
 
 KINDS = {
-    kind.name: kind for kind in (
+    kind.name: kind
+    for kind in (
         Kind("GPipe", "loop", 1, 1),
         Kind("1F1B", "loop", 1, 1),
         Kind("Interleaved1F1B", "loop", 2, None, rounds=True),

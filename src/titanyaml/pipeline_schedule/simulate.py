@@ -81,8 +81,10 @@ def simulate(
         for rank, order in enumerate(orders):
             while len(spans[rank]) < len(order):
                 action = order[len(spans[rank])]
-                ready = [min((ends[one] for one in any_of if one in ends), default=None)
-                         for any_of in needs(action, stages=stages)]
+                ready = [
+                    min((ends[one] for one in any_of if one in ends), default=None)
+                    for any_of in needs(action, stages=stages)
+                ]
                 if None in ready:
                     break
                 start = max([*ready, spans[rank][-1].end if spans[rank] else 0.0], default=0.0)

@@ -69,7 +69,8 @@ def balanced(flops: Sequence[float], sizes: Sequence[float], stages: int) -> lis
 
     largest = _cut(stages, len(flops), bounded, max)[0]
     return _cut(
-        stages, len(flops),
+        stages,
+        len(flops),
         lambda i, j: (work[j] - work[i]) ** 2 if bounded(i, j) <= largest * (1 + 1e-12) else float("inf"),
         lambda a, b: a + b,
     )[1]

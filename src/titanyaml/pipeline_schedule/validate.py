@@ -90,8 +90,10 @@ def _ordered(grid: Grid, ranks: int) -> Iterator[str]:
             yield f"{_where(rank, column)}: {action} comes before {before}"
         if kind == "F" and stage == last:
             if microbatch != losses:
-                yield (f"{_where(rank, column)}: {action} comes before {Action(stage, 'F', losses)}; the last stage "
-                       "takes the microbatches in their order")
+                yield (
+                    f"{_where(rank, column)}: {action} comes before {Action(stage, 'F', losses)}; the last stage "
+                    "takes the microbatches in their order"
+                )
             losses += 1
         done.add(action)
 
@@ -105,5 +107,7 @@ def _ends(grid: Grid, ranks: int) -> Iterator[str]:
         rank, (position, action, missing) = min(stuck.waiting.items())
         column = [column for other, column, _ in _cells(grid) if other == rank][position]
         other, there, needed = next(cell for cell in _cells(grid) if cell[2] in missing)
-        yield (f"{_where(rank, column)}: deadlock: {action} waits for {needed} of {_where(other, there)}, which waits "
-               "in turn")
+        yield (
+            f"{_where(rank, column)}: deadlock: {action} waits for {needed} of {_where(other, there)}, which waits "
+            "in turn"
+        )

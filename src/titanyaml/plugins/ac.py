@@ -35,28 +35,41 @@ def _operators(space: Any, *names: str) -> frozenset:
 
 
 #: Fused attention of every backend, CPU included: cheap to keep, dear to repeat.
-ATTENTION = _operators(
-    torch.ops.aten,
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_flash_attention_forward",
-    "_efficient_attention_forward",
-    "_cudnn_attention_forward",
-) | _operators(torch.ops.higher_order, "flex_attention") | _operators(torch.ops.torch_attn, "_varlen_attn")
+ATTENTION = (
+    _operators(
+        torch.ops.aten,
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+        "_cudnn_attention_forward",
+    )
+    | _operators(torch.ops.higher_order, "flex_attention")
+    | _operators(torch.ops.torch_attn, "_varlen_attn")
+)
 ATTENTION |= _operators(torch.ops.titanyaml, "context_attention")
 #: Products of two matrices: bfloat16, float8 (both generations of the operator), and of one matrix per expert, by
 #: torch's kernel or by the loop that stands for it elsewhere.
 MATMULS = _operators(
-    torch.ops.aten, "mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm",
+    torch.ops.aten,
+    "mm",
+    "addmm",
+    "_scaled_mm",
+    "_scaled_mm_v2",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
     "_scaled_grouped_mm_v2",
 ) | _operators(torch.ops.titanyaml, "grouped_rows")
 #: Transfers whose result is no larger than what a product in front of them made: a scattered sum, an exchange of heads.
 TRANSFERS = _operators(torch.ops._c10d_functional, "reduce_scatter_tensor", "all_to_all_single")
-_KEPT = {products.NONE: "no matrix product", products.HALF: "every second matrix product",
-         products.ALL: "every matrix product"}
+_KEPT = {
+    products.NONE: "no matrix product",
+    products.HALF: "every second matrix product",
+    products.ALL: "every matrix product",
+}
 
 
 class ActivationCheckpointing:
@@ -85,7 +98,12 @@ class ActivationCheckpointing:
     stage = "ac"
 
     def __init__(
-        self, *, mode: str, every: int = 2, budget: float = 0.8, keep_products: float = 0.5,
+        self,
+        *,
+        mode: str,
+        every: int = 2,
+        budget: float = 0.8,
+        keep_products: float = 0.5,
         memory_gib: float | None = None,
     ) -> None:
         self.mode, self.every, self.budget, self.keep_products = mode, every, budget, keep_products
@@ -107,10 +125,13 @@ class ActivationCheckpointing:
         if not 0 <= self.keep_products <= 1:
             problems.append(Problem("ac.keep_products", f"is {self.keep_products}", allowed="0 .. 1"))
         if self.mode == "memory_budget" and "compile" not in ctx.active:
-            problems.append(Problem(
-                "ac.mode", "is 'memory_budget', which the compiler keeps, but nothing is compiled",
-                hint="compile=block or ac=selective_op",
-            ))
+            problems.append(
+                Problem(
+                    "ac.mode",
+                    "is 'memory_budget', which the compiler keeps, but nothing is compiled",
+                    hint="compile=block or ac=selective_op",
+                )
+            )
         return problems
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
@@ -160,7 +181,8 @@ class ActivationCheckpointing:
         if idle != traced:
             raise PipelineError(
                 f"asked for, but not recomputed in the first step: {some(idle)}",
-                key="ac.mode", hint="ac=none, or find the plugin that replaced these blocks' forward",
+                key="ac.mode",
+                hint="ac=none, or find the plugin that replaced these blocks' forward",
             )
         reason = "compiled: recomputation is inside the graph, where it is not counted"
         seen = [f"{len(again)} blocks were recomputed"] if again else []
@@ -168,12 +190,12 @@ class ActivationCheckpointing:
             seen.append(f"{len(traced)} compiled blocks recompute inside their graphs, where it is not counted")
         return Change(", ".join(seen), again, dict.fromkeys(traced, reason))
 
-
     def _verify_budget(self, ctx: Context) -> Change:
         now = compat_compile.activation_memory_budget()
         if now != self.budget:
             raise PipelineError(
-                f"asked for, but the compiler was given another budget since ({now:g})", key="ac.budget",
+                f"asked for, but the compiler was given another budget since ({now:g})",
+                key="ac.budget",
                 hint=f"ac.budget={now:g}, or find the plugin that changed it",
             )
         reason = "compiled: the partitioner recomputes inside the graph, where it is not counted"

@@ -61,9 +61,14 @@ class AsyncTensorParallel:
         """There is something to fuse."""
         if self.typed == (AUTO,) or (self.typed and set(self.typed) <= set(OPERATORS)):
             return []
-        return [Problem("compile.async_tp_ops", f"is {list(self.typed)}",
-                        allowed=f"some of {', '.join(OPERATORS)}; or {AUTO} alone",
-                        hint=f"compile.async_tp_ops=[{','.join(OPERATORS)}] or compile.async_tp_ops=[{AUTO}]")]
+        return [
+            Problem(
+                "compile.async_tp_ops",
+                f"is {list(self.typed)}",
+                allowed=f"some of {', '.join(OPERATORS)}; or {AUTO} alone",
+                hint=f"compile.async_tp_ops=[{','.join(OPERATORS)}] or compile.async_tp_ops=[{AUTO}]",
+            )
+        ]
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
         """Set Inductor's hook. The graphs are built by the first step.
@@ -90,7 +95,8 @@ class AsyncTensorParallel:
             choice = ", all of them, since nothing was measured"
         return model, Change(
             f"{kinds} of tp({ctx.dims.tp}) will be fused with matrix products when the blocks are compiled{choice}"
-            f"{where}", list(ctx.facts.blocks),
+            f"{where}",
+            list(ctx.facts.blocks),
         )
 
     def _times(self, model: nn.Module, ctx: Context) -> dict[Place, Timed] | None:
@@ -100,10 +106,19 @@ class AsyncTensorParallel:
         tokens = ctx.local_batch * ctx.seq_len // ctx.dims.cp
         cache = Path(self.cache_dir).expanduser().absolute() / "async_tp.json" if self.cache_dir else None
         return async_tp_times.measure(
-            [place for float8 in (False, True) for place in async_tp_times.block_places(
-                tokens, ctx.facts.dim, *_features(model, ctx, float8=float8), float8=float8)],
+            [
+                place
+                for float8 in (False, True)
+                for place in async_tp_times.block_places(
+                    tokens, ctx.facts.dim, *_features(model, ctx, float8=float8), float8=float8
+                )
+            ],
             TensorGroup.of(ctx.mesh["tp"]),
-            batch=ctx.local_batch, dtype=ctx.compute_dtype, device=ctx.device, cache=cache, clock=self.clock,
+            batch=ctx.local_batch,
+            dtype=ctx.compute_dtype,
+            device=ctx.device,
+            cache=cache,
+            clock=self.clock,
         )
 
     def measures(self, ctx: Context) -> bool:
@@ -119,20 +134,28 @@ class AsyncTensorParallel:
         from titanyaml.distributed import compat_async_tp
 
         counts = compat_async_tp.fusions() - self.earlier
-        left = [f"{number} {OPERATORS[kind]}{'s' * (number > 1)} {side}: {reason}"
-                for (side, kind, reason), number in sorted(counts.left.items())]
+        left = [
+            f"{number} {OPERATORS[kind]}{'s' * (number > 1)} {side}: {reason}"
+            for (side, kind, reason), number in sorted(counts.left.items())
+        ]
         slower = self.auto and not counts.fused and any(reason == compat_async_tp.SLOWER for *_, reason in counts.left)
         if slower:
-            ctx.log.warning("compile.async_tp is true and fuses NOTHING: every place was measured slower when fused; "
-                            "compile.async_tp=false is the same and starts faster")
+            ctx.log.warning(
+                "compile.async_tp is true and fuses NOTHING: every place was measured slower when fused; "
+                "compile.async_tp=false is the same and starts faster"
+            )
         problems = [] if slower else self._missing(counts, left)
         if problems:
             raise PipelineError(problems)
-        fused = [f"{counts.fused['forward', op]} + {counts.fused['backward', op]} {OPERATORS[op]}s"
-                 for op in self.operators]
+        fused = [
+            f"{counts.fused['forward', op]} + {counts.fused['backward', op]} {OPERATORS[op]}s" for op in self.operators
+        ]
         nothing = "NOTHING was fused, since every place was measured slower so; " if slower else ""
-        return Change(f"{nothing}fused in the compiled graphs, forward + backward: {', '.join(fused)}"
-                      f"; left as they are: {'; '.join(left) or 'none'}", list(ctx.facts.blocks))
+        return Change(
+            f"{nothing}fused in the compiled graphs, forward + backward: {', '.join(fused)}"
+            f"; left as they are: {'; '.join(left) or 'none'}",
+            list(ctx.facts.blocks),
+        )
 
     def _missing(self, counts: Fusions, left: list[str]) -> list[Problem]:
         """A problem for each kind that was asked for by name and fused nowhere; under auto, one if nothing was."""
@@ -145,8 +168,13 @@ class AsyncTensorParallel:
             causes = causes or ["no compiled graph holds one; compile.backend=inductor is the one backend that fuses"]
             others = [] if self.auto else [one for one in self.operators if one != operator]
             ways = [f"compile.async_tp_ops=[{','.join(others)}]"] * bool(others) + ["compile.async_tp=false"]
-            problems.append(Problem("compile.async_tp", f"no {OPERATORS[operator]} was fused ({'; '.join(causes)})",
-                                    hint=" or ".join(ways)))
+            problems.append(
+                Problem(
+                    "compile.async_tp",
+                    f"no {OPERATORS[operator]} was fused ({'; '.join(causes)})",
+                    hint=" or ".join(ways),
+                )
+            )
         return problems
 
 
@@ -168,5 +196,7 @@ def _features(model: nn.Module, ctx: Context, *, float8: bool) -> tuple[set[tupl
 
 def _told(times: dict[Place, Timed]) -> list[str]:
     """What was measured and decided, a place each."""
-    return [f"{place} {time.apart:.3f} ms, fused {time.fused:.3f}: {'fused' if time.wins else 'left'}"
-            for place, time in times.items()]
+    return [
+        f"{place} {time.apart:.3f} ms, fused {time.fused:.3f}: {'fused' if time.wins else 'left'}"
+        for place, time in times.items()
+    ]

@@ -44,8 +44,15 @@ class Compile:
     stage = "compile"
 
     def __init__(
-        self, *, mode: str = "auto", backend: str = "inductor", async_tp: bool = False,
-        async_tp_ops: Sequence[str] = (), loss: bool = False, optimizer: bool = False, cuda_graphs: bool = False,
+        self,
+        *,
+        mode: str = "auto",
+        backend: str = "inductor",
+        async_tp: bool = False,
+        async_tp_ops: Sequence[str] = (),
+        loss: bool = False,
+        optimizer: bool = False,
+        cuda_graphs: bool = False,
         cache_dir: str | None = None,
     ) -> None:
         self.mode, self.backend, self.async_tp, self.cache_dir = mode, backend, async_tp, cache_dir
@@ -74,18 +81,31 @@ class Compile:
         if unknown := unknown_backend(self.backend, known(), debugging=known(exclude_tags=None)):
             problems.append(unknown)
         if self.mode == "model" and ctx.dims.token_degree > 1:
-            problems.append(Problem(
-                "compile.mode", f"is 'model' on {ctx.dims.token_degree} data ranks; gathering weights breaks the graph",
-                allowed="block, none", hint="compile.mode=block",
-            ))
+            problems.append(
+                Problem(
+                    "compile.mode",
+                    f"is 'model' on {ctx.dims.token_degree} data ranks; gathering weights breaks the graph",
+                    allowed="block, none",
+                    hint="compile.mode=block",
+                )
+            )
         if self.async_tp and "async_tp" not in ctx.active:
-            problems.append(Problem(
-                "compile.async_tp", "is true, but the node that does it is not on: pipeline.plugins.async_tp",
-                hint="compile.async_tp=false, or pipeline=default",
-            ))
+            problems.append(
+                Problem(
+                    "compile.async_tp",
+                    "is true, but the node that does it is not on: pipeline.plugins.async_tp",
+                    hint="compile.async_tp=false, or pipeline=default",
+                )
+            )
         if self.mode == "model" and ctx.dims.pp > 1:
-            problems.append(Problem("compile.mode", "is 'model', but the model is cut into stages",
-                                    allowed="block, none", hint="compile.mode=block"))
+            problems.append(
+                Problem(
+                    "compile.mode",
+                    "is 'model', but the model is cut into stages",
+                    allowed="block, none",
+                    hint="compile.mode=block",
+                )
+            )
         return problems
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
@@ -105,16 +125,24 @@ class Compile:
             compiled.append("the whole model" if self.mode == "model" else what)
         for name in names:
             module = model if name == "*" else model.get_submodule(name)
-            compat_compile.compile_whole(module, backend=self.backend, cuda_graphs=self.cuda_graphs,
-                                         explain=functools.partial(_explain, type(module)))
+            compat_compile.compile_whole(
+                module,
+                backend=self.backend,
+                cuda_graphs=self.cuda_graphs,
+                explain=functools.partial(_explain, type(module)),
+            )
         if self.cuda_graphs:
             model.register_forward_pre_hook(self._mark_step)
         if self.loss or self.optimizer:
             compiled += [what for what, on in (("the loss", self.loss), ("the update", self.optimizer)) if on]
             names = names or ["*"]
         graphs = ", replayed as CUDA graphs from the third step on" if self.cuda_graphs else ""
-        return model, Change(f"{' and '.join(compiled)} will be compiled by {self.backend} in the first step{graphs}"
-                             f"{self._keep_cache()}", names, eager)
+        return model, Change(
+            f"{' and '.join(compiled)} will be compiled by {self.backend} in the first step{graphs}"
+            f"{self._keep_cache()}",
+            names,
+            eager,
+        )
 
     def _keep_cache(self) -> str:
         """Point inductor at the folder; what to say of it. Ranks of one machine share it: inductor locks its files."""
@@ -153,15 +181,23 @@ class Compile:
                 to make a CUDA graph.
         """
         counts = compat_compile.compile_counts() - self.earlier
-        functions = {"compile.loss": self.loss and loss.chunk_loss, "compile.optimizer": self.optimizer
-                     and optimizer.update}
+        functions = {
+            "compile.loss": self.loss and loss.chunk_loss,
+            "compile.optimizer": self.optimizer and optimizer.update,
+        }
         made = {key: compat_compile.graphs_of(function) for key, function in functions.items() if function}
         idle = [key for key, graphs in made.items() if not graphs]
         if not counts.graphs or idle:
-            raise PipelineError([Problem(
-                key, "asked for, but nothing was compiled in the first step",
-                hint=f"unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or {off}",
-            ) for key, off in ([(key, f"{key}=false") for key in idle] or [("compile.mode", "compile.mode=none")])])
+            raise PipelineError(
+                [
+                    Problem(
+                        key,
+                        "asked for, but nothing was compiled in the first step",
+                        hint=f"unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or {off}",
+                    )
+                    for key, off in ([(key, f"{key}=false") for key in idle] or [("compile.mode", "compile.mode=none")])
+                ]
+            )
         if counts.breaks:
             raise PipelineError([Problem("compile.mode", f"the graph broke: {why}") for why in counts.breaks])
         if self.cuda_graphs and counts.skipped:
@@ -190,21 +226,26 @@ def _parts(ctx: Context) -> tuple[list[str], dict[str, str]]:
 
 def _not_replayed(skipped: int) -> PipelineError:
     what = f"Inductor refuses {skipped} of the graphs" if skipped else "nothing was recorded in the first steps"
-    return PipelineError(f"asked for, but {what}", key="compile.cuda_graphs",
-                         hint="compile.cuda_graphs=false, or TORCH_LOGS=perf_hints, which names the reason")
+    return PipelineError(
+        f"asked for, but {what}",
+        key="compile.cuda_graphs",
+        hint="compile.cuda_graphs=false, or TORCH_LOGS=perf_hints, which names the reason",
+    )
 
 
 def _explain(kind: type[nn.Module], error: Exception) -> NoReturn:
     name = f"{kind.__name__}.forward"
     if isinstance(error, compat_compile.GraphBreak):
         raise PipelineError(
-            f"{name} is to be one graph, which breaks at {error.where}: {error.reason}", key="compile.mode",
+            f"{name} is to be one graph, which breaks at {error.where}: {error.reason}",
+            key="compile.mode",
             hint="write that line so that Dynamo can trace it (TORCH_LOGS=graph_breaks shows the stack), or "
-                 "compile.mode=none",
+            "compile.mode=none",
         )
     where = f"{inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind.forward)[1]}"
     raise PipelineError(
         f"{name} ({where}) was to be compiled for more than {error.limit} different inputs, of which the warning above "
-        "names the last difference", key="compile.mode",
+        "names the last difference",
+        key="compile.mode",
         hint="find what changes from step to step (shapes, dtypes, hooks), or compile.mode=none",
     )

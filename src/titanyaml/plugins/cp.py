@@ -52,15 +52,23 @@ class ContextParallel:
         unit = dims.cp * math.lcm(2, dims.tp)
         problems = []
         if ctx.seq_len % unit:
-            problems.append(Problem(
-                "train.seq_len", f"is {ctx.seq_len}, not a multiple of cp*lcm(2, tp) = {unit}",
-                allowed=f"multiples of {unit}", hint=f"train.seq_len={-(-ctx.seq_len // unit) * unit}",
-            ))
+            problems.append(
+                Problem(
+                    "train.seq_len",
+                    f"is {ctx.seq_len}, not a multiple of cp*lcm(2, tp) = {unit}",
+                    allowed=f"multiples of {unit}",
+                    hint=f"train.seq_len={-(-ctx.seq_len // unit) * unit}",
+                )
+            )
         if self.method == "ulysses" and facts.num_kv_heads % (ranks := dims.cp * dims.tp):
-            problems.append(Problem(
-                "parallel.cp_method", f"is ulysses, which cannot deal {facts.num_kv_heads} key/value heads to {ranks} "
-                "ranks", allowed="allgather, ring", hint="parallel.cp_method=allgather",
-            ))
+            problems.append(
+                Problem(
+                    "parallel.cp_method",
+                    f"is ulysses, which cannot deal {facts.num_kv_heads} key/value heads to {ranks} ranks",
+                    allowed="allgather, ring",
+                    hint="parallel.cp_method=allgather",
+                )
+            )
         return problems
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
@@ -79,7 +87,8 @@ class ContextParallel:
             if type(module) is not Attention:
                 raise PipelineError(
                     f"{name} is a {type(module).__name__}; its sequence cannot be split",
-                    key="parallel.cp", hint="parallel.cp=1, or switch off the plugin that replaced it",
+                    key="parallel.cp",
+                    hint="parallel.cp=1, or switch off the plugin that replaced it",
                 )
             module.__class__, module.group, module.kernel = _CLASSES[self.method], group, kernel
             module.fused = ctx.kernels.fused

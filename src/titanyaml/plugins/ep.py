@@ -35,8 +35,14 @@ class ExpertParallel:
         experts, ep = ctx.facts.num_experts, ctx.dims.ep
         if experts and experts % ep == 0:
             return []
-        return [Problem("parallel.ep", f"is {ep}, and the model has {experts} experts",
-                        allowed="a divisor of model.moe.num_experts", hint="parallel.ep=1")]
+        return [
+            Problem(
+                "parallel.ep",
+                f"is {ep}, and the model has {experts} experts",
+                allowed="a divisor of model.moe.num_experts",
+                hint="parallel.ep=1",
+            )
+        ]
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
         """Shard the stacked matrices by expert.
@@ -56,7 +62,8 @@ class ExpertParallel:
             if type(module) is not Experts:
                 raise PipelineError(
                     f"{name} is a {type(module).__name__}, which cannot be spread; only Experts can",
-                    key="parallel.ep", hint="parallel.ep=1, or switch off the plugin that replaced it",
+                    key="parallel.ep",
+                    hint="parallel.ep=1, or switch off the plugin that replaced it",
                 )
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 shard = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
@@ -66,7 +73,9 @@ class ExpertParallel:
         each = facts.num_experts // ctx.dims.ep
         return model, Change(
             f"{len(done)} mixture{'s' * (len(done) > 1)}: {each} of {facts.num_experts} experts on each of "
-            f"{ctx.dims.ep} ranks; tokens travel by two all-to-alls each way", done, dense,
+            f"{ctx.dims.ep} ranks; tokens travel by two all-to-alls each way",
+            done,
+            dense,
         )
 
 

@@ -48,8 +48,13 @@ class FullyShard:
     stage = "fsdp"
 
     def __init__(
-        self, *, reshard_after_forward: str = "auto", prefetch: int | None = None, cpu_offload: bool = False,
-        reuse_memory: bool = False, master: str = "float32",
+        self,
+        *,
+        reshard_after_forward: str = "auto",
+        prefetch: int | None = None,
+        cpu_offload: bool = False,
+        reuse_memory: bool = False,
+        master: str = "float32",
     ) -> None:
         self.reshard_after_forward, self.prefetch, self.cpu_offload = reshard_after_forward, prefetch, cpu_offload
         self.reuse_memory, self.master = reuse_memory, master
@@ -64,29 +69,55 @@ class FullyShard:
         """The compute dtype is no wider than the parameters', and the option exists."""
         problems = []
         if self.reshard_after_forward not in RESHARD:
-            problems.append(Problem("parallel.fsdp_reshard_after_forward", f"is {self.reshard_after_forward!r}",
-                                    allowed=", ".join(RESHARD)))
+            problems.append(
+                Problem(
+                    "parallel.fsdp_reshard_after_forward",
+                    f"is {self.reshard_after_forward!r}",
+                    allowed=", ".join(RESHARD),
+                )
+            )
         if self.prefetch is not None and not 1 <= self.prefetch < len(ctx.facts.blocks):
-            problems.append(Problem("parallel.fsdp_prefetch", f"is {self.prefetch}",
-                                    allowed=f"1 .. {len(ctx.facts.blocks) - 1}, or null"))
+            problems.append(
+                Problem(
+                    "parallel.fsdp_prefetch",
+                    f"is {self.prefetch}",
+                    allowed=f"1 .. {len(ctx.facts.blocks) - 1}, or null",
+                )
+            )
         if ctx.dims.token_degree == 1 and self.cpu_offload:
-            problems.append(Problem("parallel.fsdp_cpu_offload", "is on, but one data rank has nothing to shard",
-                                    allowed="dp_shard, dp_replicate or cp above 1",
-                                    hint="parallel.fsdp_cpu_offload=false"))
+            problems.append(
+                Problem(
+                    "parallel.fsdp_cpu_offload",
+                    "is on, but one data rank has nothing to shard",
+                    allowed="dp_shard, dp_replicate or cp above 1",
+                    hint="parallel.fsdp_cpu_offload=false",
+                )
+            )
         if self.reuse_memory and not (
-            ctx.accumulation == ctx.dims.pp == 1 and self.master == "float32" and ctx.dims.token_degree > 1
-            and ctx.reduce_dtype == ctx.param_dtype and not self.cpu_offload
+            ctx.accumulation == ctx.dims.pp == 1
+            and self.master == "float32"
+            and ctx.dims.token_degree > 1
+            and ctx.reduce_dtype == ctx.param_dtype
+            and not self.cpu_offload
         ):
-            problems.append(Problem(
-                "parallel.fsdp_reuse_memory", "is on, but what FSDP reduces is not, at once, the gradient of the step",
-                allowed="several data ranks, one backward pass a step, train.reduce_dtype = train.param_dtype, float32 "
-                "masters, no offloading", hint="parallel.fsdp_reuse_memory=false"))
+            problems.append(
+                Problem(
+                    "parallel.fsdp_reuse_memory",
+                    "is on, but what FSDP reduces is not, at once, the gradient of the step",
+                    allowed="several data ranks, one backward pass a step, train.reduce_dtype = train.param_dtype, "
+                    "float32 masters, no offloading",
+                    hint="parallel.fsdp_reuse_memory=false",
+                )
+            )
         if ctx.compute_dtype.itemsize > ctx.param_dtype.itemsize:
-            problems.append(Problem(
-                "train.compute_dtype", f"is {dtype_name(ctx.compute_dtype)}, wider than train.param_dtype",
-                allowed=f"{dtype_name(ctx.param_dtype)} or narrower",
-                hint=f"train.param_dtype={dtype_name(ctx.compute_dtype)}",
-            ))
+            problems.append(
+                Problem(
+                    "train.compute_dtype",
+                    f"is {dtype_name(ctx.compute_dtype)}, wider than train.param_dtype",
+                    allowed=f"{dtype_name(ctx.param_dtype)} or narrower",
+                    hint=f"train.param_dtype={dtype_name(ctx.compute_dtype)}",
+                )
+            )
         return problems
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
@@ -108,8 +139,9 @@ class FullyShard:
             reshard = always or (name != blocks[-1] and not never)
             if layout.experts and ctx.dims.ep > 1:
                 experts = {"mesh": _expert_mesh(ctx), "shard_placement_fn": lambda parameter: Shard(1)}
-                fully_shard(model.get_submodule(f"{name}.{layout.experts}"), reshard_after_forward=reshard,
-                            **options | experts)
+                fully_shard(
+                    model.get_submodule(f"{name}.{layout.experts}"), reshard_after_forward=reshard, **options | experts
+                )
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard, **options)
         for part in parts(model):
             fully_shard(part, reshard_after_forward=always, **options)
@@ -127,8 +159,12 @@ class FullyShard:
         compute, rounded = dtype_name(ctx.compute_dtype), narrow and ctx.reduce_dtype != ctx.compute_dtype
         return model, Change(
             f"{len(blocks)} blocks and {len(rest)} other modules over {_axes(ctx)}, "
-            + (f"stored in {compute}, the optimizer keeps what is missing for the "
-               f"{dtype_name(ctx.param_dtype)} masters, " if narrow else "")
+            + (
+                f"stored in {compute}, the optimizer keeps what is missing for the "
+                f"{dtype_name(ctx.param_dtype)} masters, "
+                if narrow
+                else ""
+            )
             + f"computing in {compute}; gradients summed in {dtype_name(ctx.reduce_dtype)} {often}"
             + (f", then rounded to {compute}" if rounded else "")
             + f"; freed after forward: {freed}"

@@ -39,8 +39,14 @@ class PipelineParallel:
     stage = "pp"
 
     def __init__(
-        self, *, schedule: str = "1F1B", schedule_csv: str | None = None, stages_per_rank: int | None = None,
-        stages: Sequence[str] = (), first_less: int | None = None, last_less: int | None = None,
+        self,
+        *,
+        schedule: str = "1F1B",
+        schedule_csv: str | None = None,
+        stages_per_rank: int | None = None,
+        stages: Sequence[str] = (),
+        first_less: int | None = None,
+        last_less: int | None = None,
     ) -> None:
         self.schedule, self.schedule_csv, self.stages_per_rank = schedule, schedule_csv, stages_per_rank
         self.stages, self.first_less, self.last_less = stages, first_less, last_less
@@ -60,12 +66,25 @@ class PipelineParallel:
             return [Problem("parallel.pp_schedule_csv" if self.schedule_csv else "parallel.pp_schedule", violation)]
         if not any(action.kind == "I" for order in plan.orders() for action in order):
             return []
-        routers = [Problem("parallel.pp_schedule", "runs each backward in two parts, in which routers cannot report",
-                           hint="parallel.pp_schedule=Interleaved1F1B")] if ctx.facts.num_experts else []
+        routers = (
+            [
+                Problem(
+                    "parallel.pp_schedule",
+                    "runs each backward in two parts, in which routers cannot report",
+                    hint="parallel.pp_schedule=Interleaved1F1B",
+                )
+            ]
+            if ctx.facts.num_experts
+            else []
+        )
         return routers + [
-            Problem(f"{node}.mode", f"is on, but the schedule runs each backward in two parts, {why}",
-                    hint=f"{node}=none or parallel.pp_schedule=Interleaved1F1B")
-            for node, why in _WHOLE_BACKWARD.items() if node in ctx.active
+            Problem(
+                f"{node}.mode",
+                f"is on, but the schedule runs each backward in two parts, {why}",
+                hint=f"{node}=none or parallel.pp_schedule=Interleaved1F1B",
+            )
+            for node, why in _WHOLE_BACKWARD.items()
+            if node in ctx.active
         ]
 
     def _violation(self, ctx: Context) -> str:
@@ -87,8 +106,15 @@ class PipelineParallel:
 
     def _plan(self, ctx: Context) -> plans.Plan:
         return plans.make(
-            ctx.facts, seq_len=ctx.seq_len, ranks=ctx.dims.pp, microbatches=ctx.accumulation, schedule=self.schedule,
-            csv=self.schedule_csv, per_rank=self.stages_per_rank, names=self.stages, first_less=self.first_less,
+            ctx.facts,
+            seq_len=ctx.seq_len,
+            ranks=ctx.dims.pp,
+            microbatches=ctx.accumulation,
+            schedule=self.schedule,
+            csv=self.schedule_csv,
+            per_rank=self.stages_per_rank,
+            names=self.stages,
+            first_less=self.first_less,
             last_less=self.last_less,
         )
 
@@ -99,12 +125,16 @@ class PipelineParallel:
             PipelineError: an earlier plugin replaced the decoder, which is what can be cut.
         """
         if type(model) is not Decoder:
-            raise PipelineError(f"the model is a {type(model).__name__}; only a Decoder can be cut into stages",
-                                key="parallel.pp", hint="parallel.pp=1")
+            raise PipelineError(
+                f"the model is a {type(model).__name__}; only a Decoder can be cut into stages",
+                key="parallel.pp",
+                hint="parallel.pp=1",
+            )
         assert ctx.mesh is not None, "more than one rank and no mesh"
         rank, plan = ctx.mesh.get_local_rank("pp"), self._plan(ctx)
-        staged = Staged(model, plan, rank=rank, group=ctx.mesh.get_group("pp"), device=ctx.device,
-                        dtype=ctx.compute_dtype)
+        staged = Staged(
+            model, plan, rank=rank, group=ctx.mesh.get_group("pp"), device=ctx.device, dtype=ctx.compute_dtype
+        )
         layers = ", ".join(str(len(blocks)) for blocks in plan.blocks)
         mine = " and ".join(map(str, plan.stages_of(rank)))
         return staged, Change(

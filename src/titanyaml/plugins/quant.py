@@ -26,7 +26,10 @@ class OwnProduct:
         self, recipe: str, *, fast_accum: bool, grad_dtype: str, fused: bool, recast_weight: bool = True
     ) -> None:
         self.options = Options(
-            recipe.removeprefix("float8_"), fast_accum=fast_accum, fused=fused, recast_weight=recast_weight,
+            recipe.removeprefix("float8_"),
+            fast_accum=fast_accum,
+            fused=fused,
+            recast_weight=recast_weight,
             grad_dtype={"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[grad_dtype],
         )
 
@@ -76,9 +79,18 @@ class Quantize:
     stage = "quant"
 
     def __init__(
-        self, *, recipe: str, fsdp_float8_all_gather: bool = False, precompute_scale: bool = False,
-        force_recompute_weight: bool = True, filter_fqns: list[str] | None = None, auto_filter_small_kn: bool = False,
-        emulate: bool = False, product: str = "torchao", fast_accum: bool | None = None, grad_dtype: str = "auto",
+        self,
+        *,
+        recipe: str,
+        fsdp_float8_all_gather: bool = False,
+        precompute_scale: bool = False,
+        force_recompute_weight: bool = True,
+        filter_fqns: list[str] | None = None,
+        auto_filter_small_kn: bool = False,
+        emulate: bool = False,
+        product: str = "torchao",
+        fast_accum: bool | None = None,
+        grad_dtype: str = "auto",
     ) -> None:
         if grad_dtype == "auto":  # one scale must serve the largest and the smallest gradient: range before precision
             grad_dtype = "e5m2" if recipe == "float8_tensorwise" else "e4m3"
@@ -100,11 +112,21 @@ class Quantize:
         if self.recipe not in ALIGNMENT:
             problems.append(Problem("quant.recipe", f"is {self.recipe!r}", allowed=", ".join(["none", *ALIGNMENT])))
         elif not self.emulate and (lack := _lack(self.recipe, ctx.device)):
-            problems.append(Problem("quant.recipe", f"is {self.recipe}, but {lack}",
-                                    hint="quant.emulate=true (for tests: it is slow), or quant=none"))
+            problems.append(
+                Problem(
+                    "quant.recipe",
+                    f"is {self.recipe}, but {lack}",
+                    hint="quant.emulate=true (for tests: it is slow), or quant=none",
+                )
+            )
         if self.product == "own" and self.emulate and ctx.device.type == "cuda":
-            problems.append(Problem("quant.emulate", "is true, but quant.product=own emulates on a CPU only",
-                                    hint="quant.emulate=false or quant.product=torchao"))
+            problems.append(
+                Problem(
+                    "quant.emulate",
+                    "is true, but quant.product=own emulates on a CPU only",
+                    hint="quant.emulate=false or quant.product=torchao",
+                )
+            )
         return problems
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
@@ -120,15 +142,24 @@ class Quantize:
         if not layers:
             reasons = Change("", [], skipped).left_alone()
             raise PipelineError(
-                f"{self.recipe} was asked for, and no layer can be converted: {'; '.join(reasons)}", key="quant.recipe",
-                hint="quant.auto_filter_small_kn=false" if self.auto_filter_small_kn else "quant.filter_fqns=[]"
-                if self.filter_fqns else "quant.recipe=none",
+                f"{self.recipe} was asked for, and no layer can be converted: {'; '.join(reasons)}",
+                key="quant.recipe",
+                hint="quant.auto_filter_small_kn=false"
+                if self.auto_filter_small_kn
+                else "quant.filter_fqns=[]"
+                if self.filter_fqns
+                else "quant.recipe=none",
             )
         if self.recipe == "mxfp8":
             product = float8.MXProduct(emulate=self.emulate)
         elif self.product == "own":
-            product = OwnProduct(self.recipe, fast_accum=self.fast_accum, grad_dtype=self.grad_dtype,
-                                 fused=ctx.kernels.fused, recast_weight=self.recasts)
+            product = OwnProduct(
+                self.recipe,
+                fast_accum=self.fast_accum,
+                grad_dtype=self.grad_dtype,
+                fused=ctx.kernels.fused,
+                recast_weight=self.recasts,
+            )
         else:
             product = float8.Float8Product(self.recipe, emulate=self.emulate, recast_weight=self.recasts)
         for layer in layers.values():  # one product for all: equal blocks then share one compiled graph
@@ -156,13 +187,18 @@ class Quantize:
             else:
                 self.gather.add(layer)
         if not self.gather.layers:
-            raise PipelineError(f"asked for, but no weight divides by {ranks} ranks: {some(uneven)}",
-                                key="quant.fsdp_float8_all_gather", hint="quant.fsdp_float8_all_gather=false")
+            raise PipelineError(
+                f"asked for, but no weight divides by {ranks} ranks: {some(uneven)}",
+                key="quant.fsdp_float8_all_gather",
+                hint="quant.fsdp_float8_all_gather=false",
+            )
         when = "right after each update" if self.precomputes else "by the first gather after an update"
         high = dtype_name(ctx.compute_dtype)
         rest = f"{some(uneven)}, not a multiple of {ranks} ranks, and all else" if uneven else "all else"
-        return (f"FSDP gathers {len(self.gather.layers)} weights in float8, 1 byte a number, and {rest} in {high}; "
-                f"shards are cast {when} and kept, 1 byte a number")
+        return (
+            f"FSDP gathers {len(self.gather.layers)} weights in float8, 1 byte a number, and {rest} in {high}; "
+            f"shards are cast {when} and kept, 1 byte a number"
+        )
 
     def _skipped(self, model: nn.Module, ctx: Context) -> dict[str, str]:
         """Linear layers that stay as they are, and why."""

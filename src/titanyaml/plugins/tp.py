@@ -57,15 +57,22 @@ class TensorParallel:
         """All that is split divides by tp. The rule table says the same earlier, with the nearest legal values."""
         facts, tp = ctx.facts, ctx.dims.tp
         sizes = {
-            "model.num_heads": facts.num_heads, "model.num_kv_heads": facts.num_kv_heads,
-            "model.ffn_dim": facts.ffn_dim, "model.vocab_size": facts.vocab_size,
+            "model.num_heads": facts.num_heads,
+            "model.num_kv_heads": facts.num_kv_heads,
+            "model.ffn_dim": facts.ffn_dim,
+            "model.vocab_size": facts.vocab_size,
         }
         if self.sequence_parallel:
             sizes["train.seq_len"] = ctx.seq_len
         return [
-            Problem(key, f"is {size}, not a multiple of parallel.tp={tp}", allowed=f"multiples of {tp}",
-                    hint=f"{key}={-(-size // tp) * tp}")
-            for key, size in sizes.items() if size % tp
+            Problem(
+                key,
+                f"is {size}, not a multiple of parallel.tp={tp}",
+                allowed=f"multiples of {tp}",
+                hint=f"{key}={-(-size // tp) * tp}",
+            )
+            for key, size in sizes.items()
+            if size % tp
         ]
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
@@ -180,7 +187,8 @@ class _Splitter:
         if type(module) is not old:
             raise PipelineError(
                 f"{name} is a {type(module).__name__}, which cannot be split; only {old.__name__} can",
-                key="parallel.tp", hint="parallel.tp=1, or switch off the plugin that replaced it",
+                key="parallel.tp",
+                hint="parallel.tp=1, or switch off the plugin that replaced it",
             )
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             shard = distribute_tensor(parameter.detach(), self.mesh, [placements[leaf]], src_data_rank=None)
@@ -296,6 +304,7 @@ def _check_ids(ids: Tensor, *, vocab_size: int) -> None:
     bad = (ids < 0) | (ids >= vocab_size)
     if bad.any():
         raise DataError(
-            f"token id {ids[bad][0].item()} is outside the vocabulary of {vocab_size} ids", key="model.vocab_size",
+            f"token id {ids[bad][0].item()} is outside the vocabulary of {vocab_size} ids",
+            key="model.vocab_size",
             hint="a tokenizer that fits the model, or a larger model.vocab_size",
         )

@@ -77,9 +77,16 @@ def measure_ceilings(config: Config, env: Env) -> Ceilings:
     dims = ParallelDims.resolve(config.parallel, env.world_size)
     model = decoder.build(config.model)
     work = ceilings.work_of(
-        model, model.facts, dims, seq_len=config.train.seq_len, local_batch=config.train.local_batch,
-        accumulation=accumulation(global_batch=setup.global_batch(config, dims), local_batch=config.train.local_batch,
-                                  data_degree=dims.data_degree),
+        model,
+        model.facts,
+        dims,
+        seq_len=config.train.seq_len,
+        local_batch=config.train.local_batch,
+        accumulation=accumulation(
+            global_batch=setup.global_batch(config, dims),
+            local_batch=config.train.local_batch,
+            data_degree=dims.data_degree,
+        ),
     )
     measured = ceilings.measure(work, device=env.device, dtype=setup.compute_dtype(config, env.device))
     if env.is_main:
@@ -126,18 +133,31 @@ def summary(
     precision, quantised = _precision(trainer)
     floor = measured.floor(precision, quantised=quantised)
     return {
-        "model": config.model.name, "hardware": _hardware(config, env), "date": utc_now(),
-        "config_hash": dump.dataclass_hash(config), "devices": env.world_size, "precision": precision,
-        "parameters": trainer.built.context.facts.num_params, "mesh": dataclasses.asdict(trainer.built.context.dims),
-        "tps": tps, "tps_spread": (max(times) - min(times)) / step_s, "step_s": step_s, "steps_s": times,
-        "tokens_per_step": meter.tokens_per_step, "flops_per_token": meter.flops_per_token, "tflops": tflops,
-        "peak_tflops": meter.peak_tflops, "mfu": tflops / meter.peak_tflops if meter.peak_tflops else None,
+        "model": config.model.name,
+        "hardware": _hardware(config, env),
+        "date": utc_now(),
+        "config_hash": dump.dataclass_hash(config),
+        "devices": env.world_size,
+        "precision": precision,
+        "parameters": trainer.built.context.facts.num_params,
+        "mesh": dataclasses.asdict(trainer.built.context.dims),
+        "tps": tps,
+        "tps_spread": (max(times) - min(times)) / step_s,
+        "step_s": step_s,
+        "steps_s": times,
+        "tokens_per_step": meter.tokens_per_step,
+        "flops_per_token": meter.flops_per_token,
+        "tflops": tflops,
+        "peak_tflops": meter.peak_tflops,
+        "mfu": tflops / meter.peak_tflops if meter.peak_tflops else None,
         "floor_ms": floor and {part: 1e3 * s for part, s in floor.items()},
         "fraction_of_floor": floor["step"] / step_s if floor else None,
         "floor_note": "" if floor else measured.why_no_floor(precision),
         "data_wait_s": statistics.median(record["data_wait_s"] for record in records),
-        "mem_reserved_gib": records[-1].get("mem_reserved_gib"), "mem_active_gib": records[-1].get("mem_active_gib"),
-        "loss": records[-1]["loss"], "startup_s": trainer.startup.record(),
+        "mem_reserved_gib": records[-1].get("mem_reserved_gib"),
+        "mem_active_gib": records[-1].get("mem_active_gib"),
+        "loss": records[-1]["loss"],
+        "startup_s": trainer.startup.record(),
     }
 
 
@@ -168,6 +188,12 @@ def _tell(result: dict[str, Any], report: Any) -> None:
     if not result["floor_note"]:
         share = f", {result['fraction_of_floor']:.1%} of the floor"
     mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"
-    log.info("%s tokens/s per device (%.1f ms a step, spread %.1f %%)%s%s", f"{result['tps']:,.0f}",
-             1e3 * result["step_s"], 100 * result["tps_spread"], mfu, share)
+    log.info(
+        "%s tokens/s per device (%.1f ms a step, spread %.1f %%)%s%s",
+        f"{result['tps']:,.0f}",
+        1e3 * result["step_s"],
+        100 * result["tps_spread"],
+        mfu,
+        share,
+    )
     log.info("report: %s", report)

@@ -27,8 +27,8 @@ def text(config: Config, run: RunDir, result: dict[str, Any]) -> str:
     sections = {
         "Who": config.runner.entity,
         "Model": f"{config.model.name}, {result['parameters']:,} parameters; sequences of {config.train.seq_len:,} "
-                 f"tokens, {config.train.local_batch} per device and forward, {result['tokens_per_step']:,} tokens a "
-                 f"step; {result['flops_per_token'] / 1e9:,.2f} GFLOP per token",
+        f"tokens, {config.train.local_batch} per device and forward, {result['tokens_per_step']:,} tokens a "
+        f"step; {result['flops_per_token'] / 1e9:,.2f} GFLOP per token",
         "Hardware and interconnect": _machine(config, result),
         "Result": _result(result),
         "Where the time goes": _kernels(result["kernels"]),
@@ -37,7 +37,7 @@ def text(config: Config, run: RunDir, result: dict[str, Any]) -> str:
         "Notes": config.runner.notes or "none",
         "Command": f"    python -m titanyaml {shlex.join(typed)}",
         "Configuration": f"SHA-256 {result['config_hash']}\n\n```yaml\n"
-                         f"{yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)}```",
+        f"{yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)}```",
     }
     title = f"# {config.model.name} on {result['devices']} x {result['hardware']}"
     return "\n\n".join([title, *(f"## {name}\n\n{body}" for name, body in sections.items())]) + "\n"
@@ -46,8 +46,9 @@ def text(config: Config, run: RunDir, result: dict[str, Any]) -> str:
 def table(head: list[str], rows: list[list[Any]]) -> str:
     """A Markdown table; None is shown as unknown."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join("unknown" if cell is None else str(cell) for cell in row) + " |"
-                     for row in lines)
+    return "\n".join(
+        "| " + " | ".join("unknown" if cell is None else str(cell) for cell in row) + " |" for row in lines
+    )
 
 
 def _machine(config: Config, result: dict[str, Any]) -> str:
@@ -64,21 +65,33 @@ def _shown(value: float | None, spec: str) -> str | None:
 
 def _result(result: dict[str, Any]) -> str:
     steps = len(result["steps_s"])
-    return table(["figure", "value", "meaning"], [
-        ["tokens/s per device", f"{result['tps']:,.1f}", f"by the median of {steps} steps"],
-        ["step", f"{1e3 * result['step_s']:,.2f} ms", "median"],
-        ["spread", f"{result['tps_spread']:.2%}", "(slowest - fastest step) / median"],
-        ["TFLOP/s per device", f"{result['tflops']:,.2f}",
-         "tokens/s * (6*(parameters - input embedding) + 12*layers*heads*head_dim*seq)"],
-        ["MFU", _shown(result["mfu"], ".2%"), f"over the peak of {_shown(result['peak_tflops'], 'g') or 'unknown'} "
-         "TFLOP/s"],
-        ["fraction of the floor", _shown(result["fraction_of_floor"], ".2%"),
-         result["floor_note"] or f"floor of this device, linear layers in {result['precision']}"],
-        ["memory reserved", _shown(result["mem_reserved_gib"], ",.2f"), "peak GiB"],
-        ["memory active", _shown(result["mem_active_gib"], ",.2f"), "peak GiB"],
-        ["wait for data", f"{1e3 * result['data_wait_s']:.2f} ms", "median of a step"],
-        ["loss", f"{result['loss']:.4f}", "of the last measured step"],
-    ])
+    return table(
+        ["figure", "value", "meaning"],
+        [
+            ["tokens/s per device", f"{result['tps']:,.1f}", f"by the median of {steps} steps"],
+            ["step", f"{1e3 * result['step_s']:,.2f} ms", "median"],
+            ["spread", f"{result['tps_spread']:.2%}", "(slowest - fastest step) / median"],
+            [
+                "TFLOP/s per device",
+                f"{result['tflops']:,.2f}",
+                "tokens/s * (6*(parameters - input embedding) + 12*layers*heads*head_dim*seq)",
+            ],
+            [
+                "MFU",
+                _shown(result["mfu"], ".2%"),
+                f"over the peak of {_shown(result['peak_tflops'], 'g') or 'unknown'} TFLOP/s",
+            ],
+            [
+                "fraction of the floor",
+                _shown(result["fraction_of_floor"], ".2%"),
+                result["floor_note"] or f"floor of this device, linear layers in {result['precision']}",
+            ],
+            ["memory reserved", _shown(result["mem_reserved_gib"], ",.2f"), "peak GiB"],
+            ["memory active", _shown(result["mem_active_gib"], ",.2f"), "peak GiB"],
+            ["wait for data", f"{1e3 * result['data_wait_s']:.2f} ms", "median of a step"],
+            ["loss", f"{result['loss']:.4f}", "of the last measured step"],
+        ],
+    )
 
 
 def _kernels(kernels: dict[str, Any] | None) -> str:
@@ -91,20 +104,33 @@ def _kernels(kernels: dict[str, Any] | None) -> str:
 
 def _ceilings(ceilings: dict[str, Any]) -> str:
     rows = [
-        [f"{row['tokens']} x {row['inputs']} x {row['outputs']}", row["layers"], kind,
-         *(f"{ms:.3f}" for ms in times.values()), f"{row['tflops'][kind]:,.2f}"]
-        for row in ceilings["gemm"] for kind, times in row["ms"].items()
+        [
+            f"{row['tokens']} x {row['inputs']} x {row['outputs']}",
+            row["layers"],
+            kind,
+            *(f"{ms:.3f}" for ms in times.values()),
+            f"{row['tflops'][kind]:,.2f}",
+        ]
+        for row in ceilings["gemm"]
+        for kind, times in row["ms"].items()
     ]
     head = ["tokens x in x out", "layers", "precision", "forward ms", "dgrad ms", "wgrad ms", "TFLOP/s"]
     products = table(head, rows)
-    attention = table(["attention", "forward ms", "backward ms"],
-                      [[name, f"{ms['forward']:.3f}", f"{ms['backward']:.3f}"]
-                       for name, ms in ceilings["attention"]["ms"].items()])
-    floors = table(["floor", "linear ms", "head ms", "attention ms", "optimizer ms", "step ms"],
-                   [[kind, *(f"{parts[name]:,.2f}" for name in ("linear", "head", "attention", "optimizer", "step"))]
-                    for kind, parts in ceilings["floor_ms"].items()])
-    rest = (f"Copy {ceilings['copy_tb_s']:.3f} TB/s (read and written); AdamW "
-            f"{ceilings['adamw']['ns_per_parameter']:.4f} ns per parameter.")
+    attention = table(
+        ["attention", "forward ms", "backward ms"],
+        [[name, f"{ms['forward']:.3f}", f"{ms['backward']:.3f}"] for name, ms in ceilings["attention"]["ms"].items()],
+    )
+    floors = table(
+        ["floor", "linear ms", "head ms", "attention ms", "optimizer ms", "step ms"],
+        [
+            [kind, *(f"{parts[name]:,.2f}" for name in ("linear", "head", "attention", "optimizer", "step"))]
+            for kind, parts in ceilings["floor_ms"].items()
+        ],
+    )
+    rest = (
+        f"Copy {ceilings['copy_tb_s']:.3f} TB/s (read and written); AdamW "
+        f"{ceilings['adamw']['ns_per_parameter']:.4f} ns per parameter."
+    )
     return "\n\n".join([products, attention, rest, floors])
 
 

@@ -61,23 +61,29 @@ def breakdown(trace: profile, *, steps: int, wall_s: float, device: torch.device
     return {
         "ms": {kind: us / 1e3 / steps for kind, us in sums.items()},
         "step_ms": 1e3 * wall_s / steps,
-        "top": [{"name": name[:120], "class": kind, "ms": us / 1e3 / steps, "calls": calls / steps}
-                for (name, kind), (us, calls) in top],
+        "top": [
+            {"name": name[:120], "class": kind, "ms": us / 1e3 / steps, "calls": calls / steps}
+            for (name, kind), (us, calls) in top
+        ],
     }
 
 
 def _updates(trace: profile, device: torch.device) -> list[tuple[float, float]]:
     """(start, end) of the ranges ``UPDATE``: on a GPU, of the kernels that were launched in them (microseconds)."""
     kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
-    return [(event.time_range.start, event.time_range.end) for event in trace.events()
-            if event.name == UPDATE and event.device_type == kind]
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events()
+        if event.name == UPDATE and event.device_type == kind
+    ]
 
 
 def _device_spans(trace: profile) -> list[tuple[str, float, float, float]]:
     """(name, own time, start, end) of every kernel and copy on the GPU (microseconds)."""
     return [
         (event.name, event.time_range.elapsed_us(), event.time_range.start, event.time_range.end)
-        for event in trace.events() if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        for event in trace.events()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
 
 

@@ -54,13 +54,33 @@ class Sizes:
 
 #: Layers of models of 1B to 70B, one rank's share under tp 8 among them.
 GPU = Sizes(
-    linears=((8192, 4096, 4096), (8192, 4096, 1024), (8192, 4096, 14336), (8192, 14336, 4096), (16384, 3072, 8192),
-             (16384, 2048, 2048), (16384, 8192, 3584), (16384, 8192, 1024), (8192, 8192, 8192)),
-    attention=((1, 32, 8, 8192, 128), (4, 24, 8, 4096, 128)), casts=(16384, 8192), copied=2**30, sent=2**29,
-    warm_s=3.0, run_s=4.0,
+    linears=(
+        (8192, 4096, 4096),
+        (8192, 4096, 1024),
+        (8192, 4096, 14336),
+        (8192, 14336, 4096),
+        (16384, 3072, 8192),
+        (16384, 2048, 2048),
+        (16384, 8192, 3584),
+        (16384, 8192, 1024),
+        (8192, 8192, 8192),
+    ),
+    attention=((1, 32, 8, 8192, 128), (4, 24, 8, 4096, 128)),
+    casts=(16384, 8192),
+    copied=2**30,
+    sent=2**29,
+    warm_s=3.0,
+    run_s=4.0,
 )
-CPU = Sizes(linears=((64, 64, 64), (64, 32, 128)), attention=((1, 2, 2, 64, 16),), casts=(64, 64), copied=2**20,
-            sent=2**16, warm_s=0.0, run_s=0.02)
+CPU = Sizes(
+    linears=((64, 64, 64), (64, 32, 128)),
+    attention=((1, 2, 2, 64, 16),),
+    casts=(64, 64),
+    copied=2**20,
+    sent=2**16,
+    warm_s=0.0,
+    run_s=0.02,
+)
 
 
 def calibrate(run: RunDir, env: Env) -> None:
@@ -94,8 +114,10 @@ def calibrate(run: RunDir, env: Env) -> None:
 def _write(run: RunDir, group: str, option: str, values: dict[str, Any], what: str) -> Any:
     folder = run.path / group
     folder.mkdir(exist_ok=True)
-    head = (f"# {_device_name()}: {what} on {utc_now()[:10]}, by runner=bench hardware.calibrate=true.\n"
-            f"# titanyaml --config-dir <this run's folder> runner=plan hardware={option}\n")
+    head = (
+        f"# {_device_name()}: {what} on {utc_now()[:10]}, by runner=bench hardware.calibrate=true.\n"
+        f"# titanyaml --config-dir <this run's folder> runner=plan hardware={option}\n"
+    )
     atomic_write(folder / f"{option}.yaml", head + yaml.safe_dump(values, sort_keys=False, width=110))
     return folder / f"{option}.yaml"
 
@@ -154,20 +176,27 @@ def _turn(calls: Calls, device: torch.device) -> dict[str, float]:
         call()
         mark.record()
     torch.cuda.synchronize(device)
-    return {name: before.elapsed_time(after) / 1e3
-            for name, before, after in zip(calls, marks, marks[1:], strict=False)}
+    return {
+        name: before.elapsed_time(after) / 1e3 for name, before, after in zip(calls, marks, marks[1:], strict=False)
+    }
 
 
 def _sides(sizes: Sizes) -> dict[str, tuple[int, int, int]]:
     """Name of a product to its [m, n, k]: forward, gradient of the input, gradient of the weight."""
-    return {f"{t}x{i}x{o} {kind}": sides for t, i, o in sizes.linears
-            for kind, sides in (("forward", (t, o, i)), ("dx", (t, i, o)), ("dw", (o, i, t)))}
+    return {
+        f"{t}x{i}x{o} {kind}": sides
+        for t, i, o in sizes.linears
+        for kind, sides in (("forward", (t, o, i)), ("dx", (t, i, o)), ("dw", (o, i, t)))
+    }
 
 
 def _products(sizes: Sizes, device: torch.device, dtype: str) -> Calls:
     make = {"bf16": _bf16_product, "fp8": _fp8_product}[dtype]
-    return {name: make(device, name.rpartition(" ")[2], *sides) for name, sides in _sides(sizes).items()
-            if dtype == "bf16" or not any(side % FLOAT8_ALIGNMENT for side in sides)}
+    return {
+        name: make(device, name.rpartition(" ")[2], *sides)
+        for name, sides in _sides(sizes).items()
+        if dtype == "bf16" or not any(side % FLOAT8_ALIGNMENT for side in sides)
+    }
 
 
 def _bf16_product(device: torch.device, kind: str, m: int, n: int, k: int) -> Callable[[], Tensor]:
@@ -190,8 +219,11 @@ def _fp8_product(device: torch.device, kind: str, m: int, n: int, k: int) -> Cal
 def fit(sizes: Sizes, seconds: dict[str, float], dtype: str) -> dict[str, float]:
     """Rate R and shape constant s of products that take flops / R * (1 + s(1/m + 1/n + 1/k)) seconds: the line through
     seconds per FLOP over that sum, by least squares of relative errors."""
-    points = [(sum(1 / side for side in sides), seconds[name] / (2 * math.prod(sides)))
-              for name, sides in _sides(sizes).items() if name in seconds]
+    points = [
+        (sum(1 / side for side in sides), seconds[name] / (2 * math.prod(sides)))
+        for name, sides in _sides(sizes).items()
+        if name in seconds
+    ]
     weights = [1 / cost**2 for _, cost in points]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
@@ -227,8 +259,10 @@ def _one_attention(
     backend: SDPBackend, size: tuple[int, int, int, int, int], device: torch.device
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     batch, heads, key_heads, length, width = size
-    inputs = [torch.randn(batch, count, length, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-              for count in (heads, key_heads, key_heads)]
+    inputs = [
+        torch.randn(batch, count, length, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for count in (heads, key_heads, key_heads)
+    ]
 
     def forward() -> Tensor:
         with sdpa_kernel(backend):
@@ -313,8 +347,10 @@ def _links(env: Env, sizes: Sizes) -> dict[str, float]:
 
     large, small = rate(sizes.sent), rate(4096)
     moved = sizes.sent * (ranks - 1) / ranks
-    return {"nvlink_gb_s": _round(moved / statistics.fmean(large.values()) / 1e9),
-            "nvlink_latency_us": _round(1e6 * small["gather"])}
+    return {
+        "nvlink_gb_s": _round(moved / statistics.fmean(large.values()) / 1e9),
+        "nvlink_latency_us": _round(1e6 * small["gather"]),
+    }
 
 
 def _round(value: float) -> float:

@@ -20,6 +20,7 @@ from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import dtype_name
+from titanyaml.pipeline_parallel import tables
 from titanyaml.pipeline_parallel.staged import Staged
 from titanyaml.planner.search.choose_ac import Choice
 from titanyaml.rundir import RunDir
@@ -40,8 +41,8 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
         console.print(show.table(resolved, changes))
         console.print(show.by_module(resolved, changes))
         if isinstance(model, Staged):
-            console.print(show.stages_table(model.plan))
-            console.print(show.schedules_table(model.plan))
+            console.print(tables.stages_table(model.plan))
+            console.print(tables.schedules_table(model.plan))
     if choice is not None:
         console.print(recompute_table(choice))
         console.print(choice.sentence(), highlight=False)
@@ -78,6 +79,7 @@ def recompute_table(choice: Choice) -> Table:
     for column in ("GiB planned", "ms a step", f"fits into {choice.limit_gib:.1f}"):
         table.add_column(column, justify="right")
     for option in choice.options:
-        table.add_row(option.typed, f"{option.memory_gib:.2f}", f"{1000 * option.step_s:.1f}",
-                      "yes" if option.fits else "no")
+        table.add_row(
+            option.typed, f"{option.memory_gib:.2f}", f"{1000 * option.step_s:.1f}", "yes" if option.fits else "no"
+        )
     return table

@@ -32,8 +32,12 @@ def mean_loss(config: Config, built: Built, dataset: TokenData, *, env: Env) -> 
     tokens, dims = 0, built.context.dims
     loss_fn, documents = setup.loss_function(config, built.context), config.model.document_mask
     steps = validation_batches(
-        dataset, global_batch=setup.global_batch(config, dims), local_batch=config.train.local_batch,
-        data_rank=dims.data_rank(built.context.mesh), data_degree=dims.data_degree, batches=config.validation.batches,
+        dataset,
+        global_batch=setup.global_batch(config, dims),
+        local_batch=config.train.local_batch,
+        data_rank=dims.data_rank(built.context.mesh),
+        data_degree=dims.data_degree,
+        batches=config.validation.batches,
     )
     for step in steps:
         tokens += valid_tokens(step)
@@ -44,9 +48,7 @@ def mean_loss(config: Config, built: Built, dataset: TokenData, *, env: Env) -> 
         for one in inputs:
             loss_sum += built.model(**one, loss_fn=loss_fn)
     mesh = built.context.mesh
-    total, count = comm.sum_scalars(
-        [float(loss_sum) * dims.adds_loss(mesh), tokens * dims.counts_batch(mesh)], env
-    )
+    total, count = comm.sum_scalars([float(loss_sum) * dims.adds_loss(mesh), tokens * dims.counts_batch(mesh)], env)
     return total / count
 
 

@@ -32,5 +32,9 @@ def compare(config: Config, env: Env, record: dict[str, Any]) -> dict[str, Any] 
         return None
     measured = {"tps": record["tps"], "step_s": record["step_s"], "memory_gib": record["mem_reserved_gib"]}
     planned = {"tps": made.tps, "step_s": made.step.seconds, "memory_gib": made.total_gib}
-    return {"step": record["step"], "planned": planned, "measured": measured,
-            "error": {name: planned[name] / measured[name] - 1 for name in planned}}
+    return {
+        "step": record["step"],
+        "planned": planned,
+        "measured": measured,
+        "error": {name: planned[name] / measured[name] - 1 for name in planned},
+    }

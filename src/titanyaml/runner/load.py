@@ -33,7 +33,8 @@ def adopt_trained(config: Config, run: RunDir) -> tuple[Config, Path]:
     checkpoint, home = Path(config.runner.checkpoint), home_of(config.runner.checkpoint)
     if not (home / "config.yaml").is_file():
         raise CheckpointError(
-            f"{checkpoint} is neither a run folder nor a checkpoint in one", key="runner.checkpoint",
+            f"{checkpoint} is neither a run folder nor a checkpoint in one",
+            key="runner.checkpoint",
             hint="runner.checkpoint=outputs/<run.name>/<run.id>",
         )
     trained = dump.load(home / "config.yaml", run_id=home.name, run_dir=str(home))

@@ -142,12 +142,15 @@ def _as_on_gpu() -> Iterator[None]:
     originals = F.rms_norm, loss._logits, loss._add_outer, loss._outer
     original = F.rms_norm
     loss._logits = lambda hidden_CD, weight_VD, *, dtype: hidden_CD.new_empty(
-        (hidden_CD.shape[0], weight_VD.shape[0]), dtype=dtype)
+        (hidden_CD.shape[0], weight_VD.shape[0]), dtype=dtype
+    )
     loss._add_outer = lambda *_: None
     loss._outer = lambda grad_CV, hidden_CD, *, dtype: hidden_CD.new_empty(
-        (grad_CV.shape[1], hidden_CD.shape[1]), dtype=dtype)
-    F.rms_norm = lambda x, shape, weight=None, eps=None: _Norm.apply(x, weight) if weight is not None else original(
-        x, shape, weight, eps)
+        (grad_CV.shape[1], hidden_CD.shape[1]), dtype=dtype
+    )
+    F.rms_norm = lambda x, shape, weight=None, eps=None: (
+        _Norm.apply(x, weight) if weight is not None else original(x, shape, weight, eps)
+    )
     try:
         yield
     finally:
@@ -228,8 +231,7 @@ def _optimizer(made: tracing.Stand, named: dict[str, nn.Parameter]) -> optim.Ada
     dtype = torch.int16 if made.config.optim.master == "split" else torch.float32
     masters = {name: p.detach().to(dtype) for name, p in named.items() if p.dtype.itemsize < 4}
     spec = dataclasses.replace(made.config.optim, implementation="fused")
-    return optim.build(spec, named, masters=masters, device="cpu",
-                       elsewhere=getattr(made.model, "elsewhere", None))
+    return optim.build(spec, named, masters=masters, device="cpu", elsewhere=getattr(made.model, "elsewhere", None))
 
 
 def _hook(ledger: Ledger, model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
@@ -239,6 +241,7 @@ def _hook(ledger: Ledger, model: nn.Module, blocks: Sequence[str]) -> dict[str, 
     def begin(name: str) -> Any:
         def hook(*_: Any) -> None:
             ledger.where = name
+
         return hook
 
     def end(last: str) -> Any:
@@ -251,6 +254,7 @@ def _hook(ledger: Ledger, model: nn.Module, blocks: Sequence[str]) -> dict[str, 
                 saved[name] = max(saved[name], parts.get(name, 0))
             if out.requires_grad:
                 out.register_hook(lambda grad: begin(f"{last} backward")())
+
         return hook
 
     for name, block in zip(blocks, _modules(model, blocks), strict=True):

@@ -78,9 +78,17 @@ def _record(config: Config, made: Plan) -> dict[str, Any]:
         told = "; ".join(map(_way, ways.found))
         remarks[0] += f". What fits: {told}" * bool(told)
         remarks[1:1] = [few] if (few := ways.few()) else []
-    return {"model": config.model.name, "mesh_name": space.name(mesh), **made.record(), "budget": spent,
-            "tokens_per_day": spent["tokens_per_day"], "gpu_hours": spent["gpu_hours"], "cost": spent["cost"],
-            "changes": [asdict(way) for way in ways.found], "warnings": remarks}
+    return {
+        "model": config.model.name,
+        "mesh_name": space.name(mesh),
+        **made.record(),
+        "budget": spent,
+        "tokens_per_day": spent["tokens_per_day"],
+        "gpu_hours": spent["gpu_hours"],
+        "cost": spent["cost"],
+        "changes": [asdict(way) for way in ways.found],
+        "warnings": remarks,
+    }
 
 
 def _way(way: remedies.Change) -> str:

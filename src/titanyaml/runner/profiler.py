@@ -35,13 +35,17 @@ class Profiler:
         self.memory: _MemoryHistory | None = None
         if on and spec.kind in ("trace", "both"):
             self.trace = profile(
-                activities=activities(env.device), schedule=plan, record_shapes=spec.shapes, with_stack=spec.stacks,
+                activities=activities(env.device),
+                schedule=plan,
+                record_shapes=spec.shapes,
+                with_stack=spec.stacks,
                 on_trace_ready=lambda trace: trace.export_chrome_trace(str(self._file("trace", "json.gz"))),
             )
             self.trace.start()
         if on and spec.kind in ("memory", "both"):
             self.memory = _MemoryHistory(
-                plan, max_entries=spec.max_allocations,
+                plan,
+                max_entries=spec.max_allocations,
                 dump=lambda: compat.dump_memory_snapshot(self._file("memory", "pickle")),
             )
 

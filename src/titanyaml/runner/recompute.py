@@ -84,5 +84,6 @@ def _as_it_runs(config: Config, env: Env) -> Config:
     if config.hardware.memory_gib is not None:
         return made
     dtype = "float32" if config.train.compute_dtype == "auto" else config.train.compute_dtype
-    return replace(made, kernels=replace(config.kernels, name="torch"),
-                   train=replace(config.train, compute_dtype=dtype))
+    return replace(
+        made, kernels=replace(config.kernels, name="torch"), train=replace(config.train, compute_dtype=dtype)
+    )

@@ -28,7 +28,14 @@ log = logging.getLogger("titanyaml")
 
 
 def start(
-    config: Config, run: RunDir, env: Env, built: Built, dataset: TokenData, *, global_batch: int, first_step: int,
+    config: Config,
+    run: RunDir,
+    env: Env,
+    built: Built,
+    dataset: TokenData,
+    *,
+    global_batch: int,
+    first_step: int,
     kernels: dict[str, str],
 ) -> None:
     """Log what is about to be trained, on what, in which precision, and write ``pipeline.json``.
@@ -42,10 +49,14 @@ def start(
     why = "train.compute_dtype" if config.train.compute_dtype != "auto" else f"the default on {env.device.type}"
     log.info("run %s", run.path)
     log.info(
-        "model %s: %s parameters; %s; %d rank%s on %s", config.model.name, f"{ctx.facts.num_params:,}",
+        "model %s: %s parameters; %s; %d rank%s on %s",
+        config.model.name,
+        f"{ctx.facts.num_params:,}",
         f"compute {dtype_name(ctx.compute_dtype)} ({why}), master {setup.master_format(config)}, "
         f"reduce {dtype_name(ctx.reduce_dtype)}",
-        env.world_size, "" if env.world_size == 1 else "s", env.device.type,
+        env.world_size,
+        "" if env.world_size == 1 else "s",
+        env.device.type,
     )
     for name, change in built.changes:
         log.info("pipeline %s: %s", name, "; ".join([change.summary, *change.left_alone()]))
@@ -58,8 +69,14 @@ def start(
     last_step = bench_steps(config.runner) if config.runner.name == "bench" else config.train.steps
     left = f"steps {first_step} to {last_step}" if first_step <= last_step else "no step is left"
     log.info(
-        "data %s: %s; %s tokens a step (%d x %d, accumulation %d); %s", config.data.kind, _size(dataset),
-        f"{tokens:,}", global_batch, config.train.seq_len, ctx.accumulation, left,
+        "data %s: %s; %s tokens a step (%d x %d, accumulation %d); %s",
+        config.data.kind,
+        _size(dataset),
+        f"{tokens:,}",
+        global_batch,
+        config.train.seq_len,
+        ctx.accumulation,
+        left,
     )
 
 

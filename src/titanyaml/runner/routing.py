@@ -26,13 +26,14 @@ class Routing:
         mesh: None where one rank runs alone.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: MoE, facts: ModelFacts, *, mesh: DeviceMesh | None, env: Env
-    ) -> None:
+    def __init__(self, model: nn.Module, spec: MoE, facts: ModelFacts, *, mesh: DeviceMesh | None, env: Env) -> None:
         self.spec, self.env = spec, env
         here = dict(model.named_modules())
-        names = [f"{block}.{layout.router}" for block, layout in zip(facts.blocks, facts.layouts, strict=True)
-                 if layout.router]
+        names = [
+            f"{block}.{layout.router}"
+            for block, layout in zip(facts.blocks, facts.layouts, strict=True)
+            if layout.router
+        ]
         self.routers: list[Router | None] = [here.get(name) for name in names]
         #: of tp peers who hold the same sequences the first one counts
         self.first = mesh is None or mesh.get_local_rank("tp") == 0

@@ -27,8 +27,11 @@ def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     config, path = adopt_trained(config, run)
     tokenizer = setup.build_tokenizer(config, env)
     if tokenizer is None:
-        raise ConfigError(f"{path} was trained on random tokens, which are no text to continue",
-                          key="runner.checkpoint", hint="a run that was trained on text, or data=stdlib")
+        raise ConfigError(
+            f"{path} was trained on random tokens, which are no text to continue",
+            key="runner.checkpoint",
+            hint="a run that was trained on text, or data=stdlib",
+        )
     built = setup.build_model(config, env)
     load_weights(built, path, config=config, run=run, env=env)
     options = config.runner
@@ -40,11 +43,16 @@ def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
         raise ConfigError(
             f"{len(prompt)} prompt tokens and {options.max_new_tokens} new ones do not fit in "
             f"model.max_seq_len={config.model.max_seq_len}, or the prompt is empty",
-            key="runner.max_new_tokens", hint=f"runner.max_new_tokens={max(room, 1)}",
+            key="runner.max_new_tokens",
+            hint=f"runner.max_new_tokens={max(room, 1)}",
         )
     tokens = generate(
-        built.model, prompt, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
-        top_k=options.top_k, generator=rng.generator(config.run.seed, "sample", device=env.device),
+        built.model,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        generator=rng.generator(config.run.seed, "sample", device=env.device),
         stop_ids=(tokenizer.eos_id,),
     )
     written, text = list(prompt), options.prompt
@@ -54,7 +62,7 @@ def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
         # a token may hold part of a character: print only what later tokens cannot change
         whole = tokenizer.decode(written).rstrip("\ufffd")
         if whole.startswith(text):
-            sys.stdout.write(whole[len(text):])
+            sys.stdout.write(whole[len(text) :])
             sys.stdout.flush()
             text = whole
     sys.stdout.write("\n")

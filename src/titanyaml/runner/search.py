@@ -36,10 +36,19 @@ from titanyaml.rundir import atomic_write
 from titanyaml.runner.search_progress import Progress
 
 #: What may be typed of a dimension: its group and its key.
-_DIMENSIONS = {"ac": "ac", "ac.mode": "ac", "ac.keep_products": "keep_products", "quant": "quant",
-               "quant.recipe": "quant", "quant.fsdp_float8_all_gather": "gather", "quant.product": "product",
-               "optim.master": "master", "train.local_batch": "local_batch", "parallel.pp_schedule": "schedule",
-               "compile.async_tp": "async_tp"}
+_DIMENSIONS = {
+    "ac": "ac",
+    "ac.mode": "ac",
+    "ac.keep_products": "keep_products",
+    "quant": "quant",
+    "quant.recipe": "quant",
+    "quant.fsdp_float8_all_gather": "gather",
+    "quant.product": "product",
+    "optim.master": "master",
+    "train.local_batch": "local_batch",
+    "parallel.pp_schedule": "schedule",
+    "compile.async_tp": "async_tp",
+}
 _GROUPS = {"ac": "ac.mode", "quant": "quant.recipe"}
 _AXES = {f"parallel.{axis}": axis for axis in degrees.AXES}
 #: What the command that runs a found configuration leaves out of what was typed.
@@ -63,8 +72,16 @@ def run(arguments: Sequence[str], master: DictConfig, loader: Any, launcher: Any
         ConfigError: a value that is wrong whatever is chosen, no number of ranks, or nothing that fits.
     """
     if not 1 <= jobs <= searching.BEST:
-        raise ConfigError([Problem("hydra.sweeper.jobs", f"is {jobs}", f"1 .. {searching.BEST}, of the best that a "
-                                   "search lists", "hydra.sweeper.jobs=1")])
+        raise ConfigError(
+            [
+                Problem(
+                    "hydra.sweeper.jobs",
+                    f"is {jobs}",
+                    f"1 .. {searching.BEST}, of the best that a search lists",
+                    "hydra.sweeper.jobs=1",
+                )
+            ]
+        )
     composing = compose_hook.Loader(loader, master.hydra.job.config_name)
     overrides = [composing.parse(text) for text in arguments]
     typed = sort_out(overrides)
@@ -75,8 +92,13 @@ def run(arguments: Sequence[str], master: DictConfig, loader: Any, launcher: Any
         with Progress() as progress:
             result = searching.search(config, _space(typed, config), progress.tell)
         found += [(_kept(base), config, one) for one in result.best]
-        total = Result([], total.tried + result.tried, total.legal + result.legal, total.fitted + result.fitted,
-                       total.refused + result.refused)
+        total = Result(
+            [],
+            total.tried + result.tried,
+            total.legal + result.legal,
+            total.fitted + result.fitted,
+            total.refused + result.refused,
+        )
     if not found:
         raise _nothing(total)
     found = sorted(found, key=lambda one: -one[2].plan.tps)[: searching.BEST]
@@ -131,9 +153,14 @@ def _check_values(overrides: list[Override], composing: compose_hook.Loader) -> 
         ConfigError: no such option, or a value of a wrong kind.
     """
     several = [override for override in overrides if override.is_sweep_override()]
-    wrong = [problem for override in several for text in override.sweep_string_iterator()
-             for problem in compose_report([f"{override.get_key_element()}={text}"], loader=composing,
-                                           multirun=True).problems]
+    wrong = [
+        problem
+        for override in several
+        for text in override.sweep_string_iterator()
+        for problem in compose_report(
+            [f"{override.get_key_element()}={text}"], loader=composing, multirun=True
+        ).problems
+    ]
     if wrong:
         raise ConfigError(wrong)
 
@@ -162,14 +189,21 @@ def _space(typed: Typed, config: Config) -> Space:
     axes = {axis: given.pop(axis) for axis in degrees.AXES if given.get(axis, (-1,)) != (-1,)}
     named = tuple(_mesh(name, config) for name in given.pop("parallel", ()) if name != "auto")
     if not named and config.launch.nproc is None:
-        raise ConfigError("is null, and no mesh is given: a search must know on how many devices", key="launch.nproc",
-                          hint="launch.nproc=256 or parallel=fsdp32_tp8,fsdp64_tp4")
+        raise ConfigError(
+            "is null, and no mesh is given: a search must know on how many devices",
+            key="launch.nproc",
+            hint="launch.nproc=256 or parallel=fsdp32_tp8,fsdp64_tp4",
+        )
     _check_ranks(named, axes, config.launch.nproc)
     dimensions = {name: values for name, values in given.items() if name in _DIMENSIONS.values()}
     if "auto" in dimensions.get("ac", ()):  # that is what a search does
         del dimensions["ac"]
-    return Space(meshes=tuple(mesh | {axis: axes[axis][0] for axis in axes} for mesh in named) or None, axes=axes,
-                 typed=typed.keys, **dimensions)
+    return Space(
+        meshes=tuple(mesh | {axis: axes[axis][0] for axis in axes} for mesh in named) or None,
+        axes=axes,
+        typed=typed.keys,
+        **dimensions,
+    )
 
 
 def _check_ranks(named: tuple[dict[str, int], ...], axes: dict[str, tuple[int, ...]], nproc: int | None) -> None:
@@ -183,9 +217,16 @@ def _check_ranks(named: tuple[dict[str, int], ...], axes: dict[str, tuple[int, .
         ranks = math.prod(sizes[axis] for axis in degrees.MESH_AXES)
         if nproc not in (None, ranks):
             name = space.name(sizes)
-            raise ConfigError([Problem("launch.nproc", f"is {nproc}, but parallel={name} has {ranks} ranks",
-                                       f"{ranks}, or null, for parallel={name}; or meshes of {nproc} ranks",
-                                       f"launch.nproc={ranks} or launch.nproc=null or parallel=auto")])
+            raise ConfigError(
+                [
+                    Problem(
+                        "launch.nproc",
+                        f"is {nproc}, but parallel={name} has {ranks} ranks",
+                        f"{ranks}, or null, for parallel={name}; or meshes of {nproc} ranks",
+                        f"launch.nproc={ranks} or launch.nproc=null or parallel=auto",
+                    )
+                ]
+            )
 
 
 def _mesh(name: str, config: Config) -> dict[str, int]:
@@ -210,21 +251,29 @@ def _command(kept: list[str], config: Config, found: Found) -> str:
     world, host = found.plan.job.mesh.world_size, config.cluster.gpus_per_host
     started = "python"
     if world > host:
-        started = (f"torchrun --nnodes={-(-world // host)} --nproc-per-node={host} --rdzv-backend=c10d "
-                   "--rdzv-endpoint=$HEAD:29500")
+        started = (
+            f"torchrun --nnodes={-(-world // host)} --nproc-per-node={host} --rdzv-backend=c10d "
+            "--rdzv-endpoint=$HEAD:29500"
+        )
     return " ".join([started, "-m titanyaml", *typed, found.change])
 
 
 def _nothing(total: Result) -> ConfigError:
     """Why nothing was found."""
     if total.legal:
-        return ConfigError(f"of {total.tried} configurations {total.legal} are legal and none fits", key="parallel",
-                           hint="launch.nproc=<more ranks>, or a smaller train.seq_len")
+        return ConfigError(
+            f"of {total.tried} configurations {total.legal} are legal and none fits",
+            key="parallel",
+            hint="launch.nproc=<more ranks>, or a smaller train.seq_len",
+        )
     most = collections.Counter(total.refused).most_common(1)
     why = f"; most often: {most[0][0]}" if most else ": no mesh of these degrees divides the ranks and the batch"
     unread = most and most[0][0].endswith(UNREAD)
-    return ConfigError(f"none of {total.tried} configurations is legal{why}", key="parallel", hint="leave that key out"
-                       if unread else "launch.nproc=<ranks> train.global_batch=<a multiple of them>")
+    return ConfigError(
+        f"none of {total.tried} configurations is legal{why}",
+        key="parallel",
+        hint="leave that key out" if unread else "launch.nproc=<ranks> train.global_batch=<a multiple of them>",
+    )
 
 
 def _tell(rows: list[dict[str, Any]], counts: dict[str, int], command: str) -> None:
@@ -233,11 +282,15 @@ def _tell(rows: list[dict[str, Any]], counts: dict[str, int], command: str) -> N
     for number, name in enumerate(("configuration", "tokens/s", "MFU %", "GiB", "where time goes")):
         table.add_column(name, justify="right" if 0 < number < 4 else "left", overflow="fold")
     for row in rows:
-        table.add_row(row["change"], f"{row['tps']:,.0f}", f"{100 * row['mfu']:.1f}", f"{row['memory_gib']:.1f}",
-                      row["why"])
+        table.add_row(
+            row["change"], f"{row['tps']:,.0f}", f"{100 * row['mfu']:.1f}", f"{row['memory_gib']:.1f}", row["why"]
+        )
     console.print(table)
     console.print(f"{counts['tried']} tried, {counts['legal']} legal, {counts['fitted']} fit", highlight=False)
     console.print(f"run the first: {command}", highlight=False, soft_wrap=True, markup=False)
     if "optim.master=split" in rows[0]["change"]:
-        console.print("optim.master=split rounds reduced gradients to bfloat16; type optim.master=float32 to keep them",
-                      highlight=False, soft_wrap=True)
+        console.print(
+            "optim.master=split rounds reduced gradients to bfloat16; type optim.master=float32 to keep them",
+            highlight=False,
+            soft_wrap=True,
+        )

@@ -140,12 +140,19 @@ def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda
     lap("build")
     split = config.optim.master == "split"
     masters = materialise(
-        model, device=env.device, seed=config.run.seed, param_dtype=ctx.param_dtype, storage=storage(config, env),
+        model,
+        device=env.device,
+        seed=config.run.seed,
+        param_dtype=ctx.param_dtype,
+        storage=storage(config, env),
         split=split,
     )
     if split and not any(map(is_split, masters.values())):
-        raise ConfigError("is split, but no parameter is stored in bfloat16: there is nothing to split",
-                          key="optim.master", hint="optim.master=float32")
+        raise ConfigError(
+            "is split, but no parameter is stored in bfloat16: there is nothing to split",
+            key="optim.master",
+            hint="optim.master=float32",
+        )
     synchronize(env.device)
     lap("materialise")
     return Built(model, masters, ctx, resolved, changes)
@@ -208,8 +215,11 @@ def loss_function(config: Config, ctx: Context) -> CrossEntropy:
     over the head's float32 gradient.
     """
     fused = ctx.kernels.fused
-    return CrossEntropy(chunk_tokens=config.loss.chunk_tokens or (4096 if fused else 1024), fused=fused,
-                        compiled=config.compile.backend if config.compile.loss else "")
+    return CrossEntropy(
+        chunk_tokens=config.loss.chunk_tokens or (4096 if fused else 1024),
+        fused=fused,
+        compiled=config.compile.backend if config.compile.loss else "",
+    )
 
 
 def fused_optimizer(config: Config, ctx: Context) -> bool:
@@ -250,7 +260,10 @@ def set_determinism(config: Config) -> None:
 def checkpointer(config: Config, run: RunDir, env: Env) -> Checkpointer:
     """Reads and writes the checkpoints of ``run``."""
     return Checkpointer(
-        run, keep=config.checkpoint.keep, config_hash=dump.dataclass_hash(config), env=env,
+        run,
+        keep=config.checkpoint.keep,
+        config_hash=dump.dataclass_hash(config),
+        env=env,
         timeout_s=config.launch.startup_timeout_s,
     )
 

@@ -49,8 +49,16 @@ class TrainStep:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, *, loss_fn: CrossEntropy, max_norm: float | None,
-        documents: bool, env: Env, adds_loss: bool = True, routing: Routing | None = None,
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        loss_fn: CrossEntropy,
+        max_norm: float | None,
+        documents: bool,
+        env: Env,
+        adds_loss: bool = True,
+        routing: Routing | None = None,
         square_sum: Callable[[Sequence[Tensor]], Tensor] | None = None,
     ) -> None:
         """``adds_loss``: whether this rank's loss is added up (``ParallelDims.adds_loss``); ``routing``: or None;

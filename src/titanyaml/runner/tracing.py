@@ -36,9 +36,15 @@ from titanyaml.runner import setup
 
 BLOCKS = 2
 _OPS = {
-    "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
-    "allreduce_": "all_reduce", "send": "send", "recv_": "receive",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "send": "send",
+    "recv_": "receive",
 }
 
 
@@ -94,8 +100,13 @@ class _Notes(TorchDispatchMode):
 def _whole_bytes(name: str, args: tuple) -> float:
     first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
     size = first.numel() * first.element_size()
-    return size * args[1] if name == "all_gather_into_tensor" else \
-        args[1].numel() * args[1].element_size() if name == "_reduce_scatter_base_" else size
+    return (
+        size * args[1]
+        if name == "all_gather_into_tensor"
+        else args[1].numel() * args[1].element_size()
+        if name == "_reduce_scatter_base_"
+        else size
+    )
 
 
 @dataclass
@@ -195,8 +206,15 @@ def reduced(config: Config) -> Config:
     parallel.pp_stages, parallel.pp_first_stage_less_layers, parallel.pp_last_stage_less_layers = [], None, None
     job = from_config.job(config)
     made.model.num_layers = BLOCKS if job.mesh.pp == 1 else job.mesh.pp * job.stages_per_rank + 1
-    made.compile = dataclasses.replace(made.compile, mode="none", async_tp=False, loss=False, optimizer=False,
-                                       cuda_graphs=False, async_tp_ops=Compile().async_tp_ops)
+    made.compile = dataclasses.replace(
+        made.compile,
+        mode="none",
+        async_tp=False,
+        loss=False,
+        optimizer=False,
+        cuda_graphs=False,
+        async_tp_ops=Compile().async_tp_ops,
+    )
     made.train.compute_dtype = "bfloat16" if made.train.compute_dtype == "auto" else made.train.compute_dtype
     made.train.global_batch = None
     made.ac.mode = "full" if made.ac.mode == "memory_budget" else made.ac.mode
@@ -236,10 +254,17 @@ def compare(config: Config) -> list[dict[str, str]]:
     for rank in range(job.mesh.pp):
         mine, real = planned(job, pipeline_rank=rank), traced(small, pipeline_rank=rank)
         where = f"pipeline rank {rank}: " if job.mesh.pp > 1 else ""
-        rows.append({"what": f"{where}product FLOPs of {job.layers_of_ranks[rank]} blocks and the ends",
-                     "planned": f"{mine.flops:,}", "traced": f"{real.flops:,}"})
+        rows.append(
+            {
+                "what": f"{where}product FLOPs of {job.layers_of_ranks[rank]} blocks and the ends",
+                "planned": f"{mine.flops:,}",
+                "traced": f"{real.flops:,}",
+            }
+        )
         for key in sorted({*mine.comm, *real.comm}):
-            texts = [f"{count:,} x, {size:,.0f} bytes" for count, size in
-                     (work.comm.get(key, [0, 0]) for work in (mine, real))]
+            texts = [
+                f"{count:,} x, {size:,.0f} bytes"
+                for count, size in (work.comm.get(key, [0, 0]) for work in (mine, real))
+            ]
             rows.append({"what": where + " ".join(key), "planned": texts[0], "traced": texts[1]})
     return rows

@@ -77,8 +77,11 @@ class Trainer:
         self.counts_batch = dims.counts_batch(self.built.context.mesh)
         self.global_batch = setup.global_batch(config, dims)
         self.optimizer = optim.build(
-            config.optim, dict(self.built.model.named_parameters()), masters=self.built.masters,
-            device=setup.storage(config, env), elsewhere=getattr(self.built.model, "elsewhere", None),
+            config.optim,
+            dict(self.built.model.named_parameters()),
+            masters=self.built.masters,
+            device=setup.storage(config, env),
+            elsewhere=getattr(self.built.model, "elsewhere", None),
             fused=setup.fused_optimizer(config, self.built.context),
             one_backward=self.built.context.accumulation == 1 and dims.pp == 1,
             compiled=config.compile.backend if config.compile.optimizer else "",
@@ -88,8 +91,12 @@ class Trainer:
             self.built.model, moe, self.built.context.facts, mesh=self.built.context.mesh, env=env
         )
         self.train_step = TrainStep(
-            self.built.model, self.optimizer, loss_fn=setup.loss_function(config, self.built.context),
-            max_norm=config.train.max_norm, documents=config.model.document_mask, env=env,
+            self.built.model,
+            self.optimizer,
+            loss_fn=setup.loss_function(config, self.built.context),
+            max_norm=config.train.max_norm,
+            documents=config.model.document_mask,
+            env=env,
             adds_loss=dims.adds_loss(self.built.context.mesh),
             routing=routing or None,
             square_sum=square_sum if setup.fused_optimizer(config, self.built.context) else None,
@@ -98,17 +105,31 @@ class Trainer:
         self.step, data_state = self._restore()
         self._check_ranks()
         self.batches = Batches(
-            train_data, seed=config.run.seed, global_batch=self.global_batch, local_batch=config.train.local_batch,
-            data_rank=self.data_rank, data_degree=dims.data_degree, prefetch=config.data.prefetch,
-            shuffle=config.data.shuffle, state=data_state,
+            train_data,
+            seed=config.run.seed,
+            global_batch=self.global_batch,
+            local_batch=config.train.local_batch,
+            data_rank=self.data_rank,
+            data_degree=dims.data_degree,
+            prefetch=config.data.prefetch,
+            shuffle=config.data.shuffle,
+            state=data_state,
         )
         self.data_state = self.batches.state()
         self.meter = Meter(config, self.built.context, env, global_batch=self.global_batch)
         self.profiler = Profiler(config.profile, run, env)
         self.trackers: tracker.Trackers | None = None
         if env.is_main:
-            report.start(config, run, env, self.built, train_data, global_batch=self.global_batch,
-                         first_step=self.step + 1, kernels=setup.kernels(config, self.built.context, self.optimizer))
+            report.start(
+                config,
+                run,
+                env,
+                self.built,
+                train_data,
+                global_batch=self.global_batch,
+                first_step=self.step + 1,
+                kernels=setup.kernels(config, self.built.context, self.optimizer),
+            )
             self.trackers = tracker.build(config, run)
         self.startup.lap("other")
 
@@ -129,8 +150,11 @@ class Trainer:
             self.last = {"validation_loss": self._validate()}
         self._save()
         metric = self.last.get("validation_loss", self.last.get("loss"))
-        result = {"metric": metric, "step": self.step, **{k: self.last[k] for k in ("loss", "validation_loss", "tps")
-                                                          if k in self.last}}
+        result = {
+            "metric": metric,
+            "step": self.step,
+            **{k: self.last[k] for k in ("loss", "validation_loss", "tps") if k in self.last},
+        }
         self.close_trackers("done")
         if self.env.is_main:
             report.finish(self.run, result, saved=self.config.checkpoint.enabled)
@@ -179,8 +203,14 @@ class Trainer:
         self.last = {"loss": result.loss}
         if validation_loss is None and step % config.train.log_every and step != config.train.steps:
             return
-        record = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **result.routing,
-                  **self.meter.read(step)}
+        record = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            **result.routing,
+            **self.meter.read(step),
+        }
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
         self.last = record
@@ -206,7 +236,9 @@ class Trainer:
         if not self.config.checkpoint.enabled or self.checkpointer.has(self.step):
             return
         meta = {
-            "position": self.data_state["position"], "data": self.data_state, "seed": self.config.run.seed,
+            "position": self.data_state["position"],
+            "data": self.data_state,
+            "seed": self.config.run.seed,
             "mesh": asdict(self.built.context.dims),
         }
         self.checkpointer.save(self.step, self._state(), meta)
@@ -232,7 +264,8 @@ class Trainer:
         masters = ((name, self.optimizer.master(name)) for name in self.optimizer.names)
         moments = (
             (f"{name}.{kind}", tensor)
-            for name, state in self.optimizer.state_tensors().items() for kind, tensor in state.items()
+            for name, state in self.optimizer.state_tensors().items()
+            for kind, tensor in state.items()
         )
         agree.refuse_different_replicas(chain(masters, self.built.model.named_buffers(), moments), self.env)
         agree.refuse_equal_streams(self.config.run.seed, self.data_rank, self.env)

@@ -47,10 +47,7 @@ def build(
 
 
 def _sentencepiece(
-    spec: schema.Tokenizer,
-    corpus: Callable[[], Iterator[str]],
-    cache_dir: Path,
-    corpus_key: Callable[[], str] | None,
+    spec: schema.Tokenizer, corpus: Callable[[], Iterator[str]], cache_dir: Path, corpus_key: Callable[[], str] | None
 ) -> Tokenizer:
     from titanyaml.tokenizer.spm import SentencePieceTokenizer
     from titanyaml.tokenizer.spm_train import trained_model

@@ -52,9 +52,7 @@ class HfTokenizer:
         if eos_token not in vocabulary:
             lacks = f"has no token {eos_token!r}" if eos_token else "does not say which token ends a document"
             raise DataError(
-                f"{path} {lacks}",
-                key="tokenizer.eos_token",
-                hint="tokenizer.eos_token=<one of its tokens>",
+                f"{path} {lacks}", key="tokenizer.eos_token", hint="tokenizer.eos_token=<one of its tokens>"
             )
         self.eos_id = vocabulary[eos_token]
         self.bos_id = vocabulary.get(_declared(path.parent, "bos_token") or _first(_COMMON_BOS, vocabulary))

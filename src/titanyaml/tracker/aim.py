@@ -117,8 +117,11 @@ class AimMirror:
         repo, hash_file = self.config.tracker.repo, self.run.path / HASH_FILE
         known = hash_file.read_text().strip() if hash_file.exists() else None
         options = {
-            "repo": repo, "experiment": self.config.run.name, "log_system_params": False,
-            "capture_terminal_logs": False, "system_tracking_interval": None,
+            "repo": repo,
+            "experiment": self.config.run.name,
+            "log_system_params": False,
+            "capture_terminal_logs": False,
+            "system_tracking_interval": None,
         }
         if "://" in repo:
             aim_run = aim.Run(known, force_resume=known is not None, **options)

@@ -123,8 +123,13 @@ class ProgressBar(_Console):
         super().__init__()
         self.steps = steps
         self.progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(compact=True), TextColumn("left"), console=_Terminal(file=out),
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+            console=_Terminal(file=out),
         )
         self._task: TaskID | None = None
 

@@ -88,8 +88,11 @@ def _checked_load_configuration(
 def _refuse_idle_search(cfg: DictConfig) -> None:
     """Without -m Hydra runs one job and asks no sweeper."""
     if OmegaConf.select(cfg, "hydra.sweeper._target_") == SEARCH:
-        raise ConfigError("titan_search is a sweeper, which nothing asks without -m: one configuration would run as it "
-                          "is typed", key="hydra/sweeper", hint="-m hydra/sweeper=titan_search")
+        raise ConfigError(
+            "titan_search is a sweeper, which nothing asks without -m: one configuration would run as it is typed",
+            key="hydra/sweeper",
+            hint="-m hydra/sweeper=titan_search",
+        )
 
 
 def _checked_load_sweep_config(

@@ -34,7 +34,7 @@ class File:
         if names[: len(place)] != place or not isinstance(self.config, DictConfig):
             return None
         here: Any = OmegaConf.to_container(self.config, resolve=False, throw_on_missing=False)
-        inside = names[len(place):]
+        inside = names[len(place) :]
         for name in inside:
             if not isinstance(here, dict) or name not in here:
                 return None

@@ -79,22 +79,32 @@ def check_overrides(overrides: list[str], *, loader: Any, multirun: bool) -> Typ
 
 def check_swept_keys(params: dict[str, Any], *, loader: Any) -> list[Problem]:
     """Problems of the keys of ``hydra.sweeper.params``."""
-    problems = [Problem("hydra.sweeper.params", f"sweeps the unknown key {key}", hint=nearest_key(key))
-                for key in params if not loader.is_group(key) and find_key(key.lstrip("+")) is None]
+    problems = [
+        Problem("hydra.sweeper.params", f"sweeps the unknown key {key}", hint=nearest_key(key))
+        for key in params
+        if not loader.is_group(key) and find_key(key.lstrip("+")) is None
+    ]
     return problems
 
 
 def _unreadable(text: str, error: HydraException) -> Problem:
     key, equals, value = text.partition("=")
     if not equals:
-        return Problem("", f"{text!r} is no override", allowed="group=option or key=value",
-                       hint=f"runner={text}" if text in ("check", "train", "eval", "sample") else "")
+        return Problem(
+            "",
+            f"{text!r} is no override",
+            allowed="group=option or key=value",
+            hint=f"runner={text}" if text in ("check", "train", "eval", "sample") else "",
+        )
     quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-    shell = f"{key}=\"{quoted}\"".replace("'", "'\\''")
+    shell = f'{key}="{quoted}"'.replace("'", "'\\''")
     reason = str(error).splitlines()[0]
-    return Problem(key, f"{value!r} cannot be read: {reason}",
-                   allowed="text with spaces, commas, brackets, colons or '=' in quotes, and these in the shell's",
-                   hint=f"'{shell}'")
+    return Problem(
+        key,
+        f"{value!r} cannot be read: {reason}",
+        allowed="text with spaces, commas, brackets, colons or '=' in quotes, and these in the shell's",
+        hint=f"'{shell}'",
+    )
 
 
 def _unasked_sweep(override: Override) -> Problem:
@@ -105,8 +115,12 @@ def _unasked_sweep(override: Override) -> Problem:
         ways.append(f"'{key}=[{value}]'")
     if "(" not in value and known is not None and known.kind in (str, dict[str, Any]):
         ways.append(f"'{key}=\"{value}\"'")
-    return Problem(override.key_or_group, f"{value!r} stands for several values", hint=" or ".join(ways),
-                   allowed="one value; several ones with -m")
+    return Problem(
+        override.key_or_group,
+        f"{value!r} stands for several values",
+        hint=" or ".join(ways),
+        allowed="one value; several ones with -m",
+    )
 
 
 def _check_group(override: Override, loader: Any) -> Problem | None:
@@ -120,8 +134,12 @@ def _check_group(override: Override, loader: Any) -> Problem | None:
         return Problem(group, f"{override.input_line!r}: ++ is for keys", hint=f"{group}={spell(value)}")
     several = isinstance(value, list)
     if several and group != "plugin":
-        return Problem(group, f"{spell(value)}: one option at a time", allowed=", ".join(loader.options(group)),
-                       hint=f"{group}={value[0]}" if value else "")
+        return Problem(
+            group,
+            f"{spell(value)}: one option at a time",
+            allowed=", ".join(loader.options(group)),
+            hint=f"{group}={value[0]}" if value else "",
+        )
     for option in value if several else [value]:
         if problem := _check_option(group, option, loader):
             return problem
@@ -135,8 +153,11 @@ def _check_option(group: str, option: Any, loader: Any) -> Problem | None:
         return Problem(group, f"{spell(option)} is no option", allowed=", ".join(options), hint=off)
     bare = re.sub(r"\.ya?ml$", "", option)
     if bare != option:
-        return Problem(group, f"{option!r}: options are named without an ending, and only files in .yaml are found",
-                       hint=f"{group}={bare}")
+        return Problem(
+            group,
+            f"{option!r}: options are named without an ending, and only files in .yaml are found",
+            hint=f"{group}={bare}",
+        )
     if loader.has_option(group, option):
         return None
     if file := loader.wrong_ending(group, option):
@@ -144,8 +165,12 @@ def _check_option(group: str, option: Any, loader: Any) -> Problem | None:
     mesh = meant_mesh_name(option) if group == "parallel" else ""
     near = [mesh] if mesh else nearest(option, options)
     more = "; any mesh name such as fsdp8 or hsdp2x4" if group == "parallel" else ""
-    return Problem(group, f"there is no option {option!r}", allowed=(", ".join(options) or "none is there") + more,
-                   hint=f"{group}={near[0]}" if near else "")
+    return Problem(
+        group,
+        f"there is no option {option!r}",
+        allowed=(", ".join(options) or "none is there") + more,
+        hint=f"{group}={near[0]}" if near else "",
+    )
 
 
 def _check_key(override: Override, loader: Any) -> Problem | None:
@@ -157,9 +182,12 @@ def _check_key(override: Override, loader: Any) -> Problem | None:
     if key is None:
         near = nearest_key(name) if "." in name else _near_group(name, loader)
         near = near if _fits(near, override) else ""
-        return Problem(name, f"unknown key; did you mean {near}?" if near else "unknown key",
-                       hint=f"{near}={value}" if near and not override.is_delete() else "",
-                       allowed="" if near else "user.<name> for keys of your own (+user.<name>=...)")
+        return Problem(
+            name,
+            f"unknown key; did you mean {near}?" if near else "unknown key",
+            hint=f"{near}={value}" if near and not override.is_delete() else "",
+            allowed="" if near else "user.<name> for keys of your own (+user.<name>=...)",
+        )
     if key.kind == dict[str, Any] and name.startswith("pipeline.plugins."):
         return _check_plugin_key(name, value, override)
     if key.kind == dict[str, Any] or key.name != name.rpartition(".")[2]:
@@ -167,8 +195,11 @@ def _check_key(override: Override, loader: Any) -> Problem | None:
     if key.is_section and isinstance(override.value(), dict):
         return _check_inside(name, override.value())
     if override.is_delete():
-        return Problem(name, f"{override.input_line!r}: no key can be removed",
-                       hint=f"{name}={spell(key.default)}" if not key.is_section else "")
+        return Problem(
+            name,
+            f"{override.input_line!r}: no key can be removed",
+            hint=f"{name}={spell(key.default)}" if not key.is_section else "",
+        )
     parent = find_key(name.rpartition(".")[0])
     if override.is_add() and not key.is_section and not (parent and parent.optional):
         return Problem(name, f"{override.input_line!r}: the key exists, + is for new ones", hint=f"{name}={value}")
@@ -182,8 +213,11 @@ def _check_inside(name: str, value: dict[str, Any]) -> Problem | None:
         key = find_key(dotted)
         if key is None:
             near = nearest_key(dotted)
-            return Problem(dotted, f"unknown key; did you mean {near}?" if near else "unknown key",
-                           hint=f"{near}={spell(one)}" if near else "")
+            return Problem(
+                dotted,
+                f"unknown key; did you mean {near}?" if near else "unknown key",
+                hint=f"{near}={spell(one)}" if near else "",
+            )
         if key.is_section and isinstance(one, dict) and (problem := _check_inside(dotted, one)):
             return problem
     return None
@@ -196,7 +230,8 @@ def _fits(name: str, override: Override) -> bool:
         return True
     value, choices = override.value(), key.rules.get("choices")
     return (value is None and key.optional) or (
-        to_kind(key.kind, value) is not BAD and (not choices or value in choices))
+        to_kind(key.kind, value) is not BAD and (not choices or value in choices)
+    )
 
 
 def _value(override: Override) -> str:
@@ -208,12 +243,15 @@ def _check_plugin_key(name: str, value: str, override: Override) -> Problem | No
     """``pipeline.plugins.ac.mode``: the node is a reference to the group, which an override would cut."""
     node, _, inner = name.removeprefix("pipeline.plugins.").partition(".")
     if node in keys_of(schema.Config) and inner and not override.is_delete():
-        return Problem(name, f"the node is the group {node!r}; an override here would replace it",
-                       hint=f"{node}.{inner}={value}")
+        return Problem(
+            name, f"the node is the group {node!r}; an override here would replace it", hint=f"{node}.{inner}={value}"
+        )
     return None
 
 
 def _near_group(name: str, loader: Any) -> str:
     groups = {*keys_of(schema.Config), *loader.groups()} - {"hydra"}
-    return next((key for key in schema_keys() if key.endswith(f".{name}")), "") or (
-        nearest(name, groups) or [nearest_key(name)])[0]
+    return (
+        next((key for key in schema_keys() if key.endswith(f".{name}")), "")
+        or (nearest(name, groups) or [nearest_key(name)])[0]
+    )

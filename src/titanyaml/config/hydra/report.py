@@ -24,8 +24,9 @@ from titanyaml.errors import Problem
 # What Hydra, OmegaConf and PyYAML raise for what a user wrote.
 _USER_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, AssertionError)
 
-EXPERIMENT_FORM = ("an experiment begins with the line '# @package _global_', and its defaults list says "
-                   "'override /group: option'")
+EXPERIMENT_FORM = (
+    "an experiment begins with the line '# @package _global_', and its defaults list says 'override /group: option'"
+)
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,10 @@ def compose_report(
         brought = {"cluster"} if "hardware" in typed.doubtful else set()
         left_out = typed.doubtful | brought
         problems += check_rules(_without(tree.values, left_out))
-        problems = [_with_ways_on(problem, cfg, left_out, problems) if "but nothing reads it: " in problem.message
-                    else problem for problem in problems]
+        problems = [
+            _with_ways_on(problem, cfg, left_out, problems) if "but nothing reads it: " in problem.message else problem
+            for problem in problems
+        ]
     if problems:
         return Report(cfg, _unique(_located(problems, loader, typed, multirun=multirun)))
     return Report(cfg if multirun else _typed(cfg, tree), [])
@@ -89,8 +92,12 @@ def _use_search_path(loader: Any, overrides: list[str]) -> tuple[list[str], list
     try:
         loader.use_search_path(paths)
     except _USER_ERRORS as error:
-        problem = Problem("hydra.searchpath", _words(error), allowed="a list such as [file:///folder, pkg://package]",
-                          where=" ".join(f"override {text!r}" for text in paths))
+        problem = Problem(
+            "hydra.searchpath",
+            _words(error),
+            allowed="a list such as [file:///folder, pkg://package]",
+            where=" ".join(f"override {text!r}" for text in paths),
+        )
         return [text for text in overrides if text not in paths], [problem]
     return overrides, []
 
@@ -178,8 +185,11 @@ def _hidden(key: str, typed: Typed) -> bool:
 
 def _without(values: dict[str, Any], keys: set[str], prefix: str = "") -> dict[str, Any]:
     """A copy of a nested tree that lacks some dotted keys."""
-    return {name: _without(value, keys, f"{prefix}{name}.") if isinstance(value, dict) else value
-            for name, value in values.items() if f"{prefix}{name}" not in keys}
+    return {
+        name: _without(value, keys, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in values.items()
+        if f"{prefix}{name}" not in keys
+    }
 
 
 def _with_ways_on(problem: Problem, cfg: DictConfig, left_out: set[str], known: list[Problem]) -> Problem:
@@ -208,8 +218,10 @@ def _with_ways_on(problem: Problem, cfg: DictConfig, left_out: set[str], known: 
 
 def _located(problems: list[Problem], loader: Any, typed: Typed, *, multirun: bool) -> list[Problem]:
     origins = Origins(typed.keys, lambda: loader.files(typed.kept, multirun=multirun))
-    return [problem if problem.where or not problem.key
-            else dataclasses.replace(problem, where=origins.of(problem.key)) for problem in problems]
+    return [
+        problem if problem.where or not problem.key else dataclasses.replace(problem, where=origins.of(problem.key))
+        for problem in problems
+    ]
 
 
 def _unique(problems: list[Problem]) -> list[Problem]:

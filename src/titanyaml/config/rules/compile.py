@@ -17,9 +17,21 @@ rule = into(RULES)
 
 #: What torch.compile of torch 2.11 to 2.13 knows by itself; and what it has to look for errors with.
 BACKENDS = ("inductor", "cudagraphs", "openxla", "tvm")
-DEBUGGING = ("aot_eager", "aot_eager_decomp_partition", "aot_eager_decomp_partition_crossref",
-             "aot_eager_decomp_partition_with_mode", "aot_eager_default_partitioner", "aot_ts", "eager", "eager_debug",
-             "eager_noexcept", "invoke_subgraph", "openxla_eval", "pre_dispatch_eager", "ts")
+DEBUGGING = (
+    "aot_eager",
+    "aot_eager_decomp_partition",
+    "aot_eager_decomp_partition_crossref",
+    "aot_eager_decomp_partition_with_mode",
+    "aot_eager_default_partitioner",
+    "aot_ts",
+    "eager",
+    "eager_debug",
+    "eager_noexcept",
+    "invoke_subgraph",
+    "openxla_eval",
+    "pre_dispatch_eager",
+    "ts",
+)
 
 _LOSS, _OPTIMIZER, _GRAPHS = "compile.loss=false", "compile.optimizer=false", "compile.cuda_graphs=false"
 
@@ -34,9 +46,13 @@ def _triton_runs(c: Any) -> bool:
 def compiled_loss_is_torchs(c: Any) -> Problem | None:
     if not c.compile.loss or not _triton_runs(c):
         return None
-    return Problem("compile.loss", f"is true, but kernels.name={c.kernels.name} computes the loss by a Triton kernel "
-                   "here, of which nothing is left to compile", allowed="false; true with kernels=torch",
-                   hint=f"kernels=torch or {_LOSS}")
+    return Problem(
+        "compile.loss",
+        f"is true, but kernels.name={c.kernels.name} computes the loss by a Triton kernel "
+        "here, of which nothing is left to compile",
+        allowed="false; true with kernels=torch",
+        hint=f"kernels=torch or {_LOSS}",
+    )
 
 
 @rule("compile.optimizer", "kernels.name", "runner.name", "train.compute_dtype", "optim", "parallel.fsdp_cpu_offload")
@@ -44,16 +60,27 @@ def compiled_optimizer_is_torchs(c: Any) -> Problem | None:
     if not c.compile.optimizer:
         return None
     if c.optim.name != "adamw":
-        return Problem("compile.optimizer", f"is true, but optim.name={c.optim.name} is compiled on a GPU as it is",
-                       allowed="false; true with optim=adamw", hint=f"optim=adamw kernels=torch or {_OPTIMIZER}")
+        return Problem(
+            "compile.optimizer",
+            f"is true, but optim.name={c.optim.name} is compiled on a GPU as it is",
+            allowed="false; true with optim=adamw",
+            hint=f"optim=adamw kernels=torch or {_OPTIMIZER}",
+        )
     if c.optim.implementation != "auto":
-        return Problem("optim.implementation", f"is {c.optim.implementation}, which is torch's own kernel, but "
-                       "compile.optimizer is true", allowed="auto",
-                       hint=f"optim.implementation=auto kernels=torch or {_OPTIMIZER}")
+        return Problem(
+            "optim.implementation",
+            f"is {c.optim.implementation}, which is torch's own kernel, but compile.optimizer is true",
+            allowed="auto",
+            hint=f"optim.implementation=auto kernels=torch or {_OPTIMIZER}",
+        )
     if _triton_runs(c) and not c.parallel.fsdp_cpu_offload:
-        return Problem("compile.optimizer", f"is true, but kernels.name={c.kernels.name} updates by a Triton kernel "
-                       "here, of which nothing is left to compile", allowed="false; true with kernels=torch",
-                       hint=f"kernels=torch or {_OPTIMIZER}")
+        return Problem(
+            "compile.optimizer",
+            f"is true, but kernels.name={c.kernels.name} updates by a Triton kernel "
+            "here, of which nothing is left to compile",
+            allowed="false; true with kernels=torch",
+            hint=f"kernels=torch or {_OPTIMIZER}",
+        )
     return None
 
 
@@ -67,8 +94,12 @@ def cuda_graphs_can_be_replayed(c: Any) -> Problem | None:
         return None
     reasons, changes = zip(*obstacles, strict=True)
     hint = f"{' '.join(changes)} or {_GRAPHS}" if all(changes) else _GRAPHS
-    return Problem("compile.cuda_graphs", f"is true, but {'; and '.join(reasons)}",
-                   allowed="false; true with compiled blocks (Inductor) in a training on one GPU", hint=hint)
+    return Problem(
+        "compile.cuda_graphs",
+        f"is true, but {'; and '.join(reasons)}",
+        allowed="false; true with compiled blocks (Inductor) in a training on one GPU",
+        hint=hint,
+    )
 
 
 def _of_device(c: Any) -> tuple[str, str] | None:
@@ -116,5 +147,9 @@ def unknown_backend(name: str, usual: Sequence[str], *, debugging: Sequence[str]
     if name in (*usual, *debugging):
         return None
     [near] = difflib.get_close_matches(name, [*usual, *debugging], n=1, cutoff=0)
-    return Problem("compile.backend", f"is {name}, which torch.compile does not know", allowed=", ".join(usual),
-                   hint=f"compile.backend={near}" + " or compile.backend=inductor" * (near != "inductor"))
+    return Problem(
+        "compile.backend",
+        f"is {name}, which torch.compile does not know",
+        allowed=", ".join(usual),
+        hint=f"compile.backend={near}" + " or compile.backend=inductor" * (near != "inductor"),
+    )

@@ -19,9 +19,12 @@ def context_ranks_split_something(c: Any) -> Problem | None:
     cp = degree(c, "cp")
     if does(c, "cp") or cp is None or cp < 2:
         return None
-    return Problem("pipeline.plugins.cp", f"is off, but {cp} ranks are to share every sequence",
-                   allowed="titanyaml.plugins.cp.ContextParallel, or a plugin of yours in its place",
-                   hint="parallel.cp=1")
+    return Problem(
+        "pipeline.plugins.cp",
+        f"is off, but {cp} ranks are to share every sequence",
+        allowed="titanyaml.plugins.cp.ContextParallel, or a plugin of yours in its place",
+        hint="parallel.cp=1",
+    )
 
 
 @rule("parallel", "launch", "train.seq_len")
@@ -35,10 +38,13 @@ def context_ranks_share_the_sequence(c: Any) -> Problem | None:
         return None
     degrees = [1, *(n for n in range(2, length // share + 1) if length % (n * share) == 0)]
     spelled = f"{cp} cp ranks" + (f" of {tp} tp ranks" if tp > 1 else "")
-    return Problem("train.seq_len", f"is {length}, which {spelled} cannot share evenly",
-                   allowed=f"multiples of cp*lcm(2, tp) = {cp * share}",
-                   hint=f"{ways('train.seq_len', multiples_around(length, cp * share))} or "
-                   f"{ways('parallel.cp', nearest_numbers(cp, degrees))}")
+    return Problem(
+        "train.seq_len",
+        f"is {length}, which {spelled} cannot share evenly",
+        allowed=f"multiples of cp*lcm(2, tp) = {cp * share}",
+        hint=f"{ways('train.seq_len', multiples_around(length, cp * share))} or "
+        f"{ways('parallel.cp', nearest_numbers(cp, degrees))}",
+    )
 
 
 @rule("parallel", "launch", "model.num_heads", "model.num_kv_heads")
@@ -48,10 +54,13 @@ def ulysses_shares_heads(c: Any) -> Problem | None:
         return None
     degrees = [n for n in range(1, heads + 1) if heads % (n * tp) == 0]
     smaller = f" or {ways('parallel.cp', nearest_numbers(cp, degrees))}" if degrees else ""
-    return Problem("parallel.cp_method", f"is ulysses, which deals heads to {cp * tp} ranks (cp*tp); "
-                   f"model.num_heads={c.model.num_heads} and model.num_kv_heads={c.model.num_kv_heads} do not divide",
-                   allowed=f"ulysses with heads and key/value heads that are multiples of {cp * tp}",
-                   hint=f"parallel.cp_method=allgather or parallel.cp_method=ring{smaller}")
+    return Problem(
+        "parallel.cp_method",
+        f"is ulysses, which deals heads to {cp * tp} ranks (cp*tp); "
+        f"model.num_heads={c.model.num_heads} and model.num_kv_heads={c.model.num_kv_heads} do not divide",
+        allowed=f"ulysses with heads and key/value heads that are multiples of {cp * tp}",
+        hint=f"parallel.cp_method=allgather or parallel.cp_method=ring{smaller}",
+    )
 
 
 @rule("parallel", "launch", "model.document_mask")
@@ -59,5 +68,9 @@ def ring_takes_no_mask(c: Any) -> Problem | None:
     """Its parts are whole or causal; a mask would need a kernel that takes any, for each pair of ranks."""
     if c.parallel.cp_method != "ring" or not c.model.document_mask or degree(c, "cp") in (None, 0, 1):
         return None
-    return Problem("parallel.cp_method", "is ring, which is causal only, but model.document_mask is on",
-                   allowed="allgather, ulysses", hint="parallel.cp_method=allgather or model.document_mask=false")
+    return Problem(
+        "parallel.cp_method",
+        "is ring, which is causal only, but model.document_mask is on",
+        allowed="allgather, ulysses",
+        hint="parallel.cp_method=allgather or model.document_mask=false",
+    )

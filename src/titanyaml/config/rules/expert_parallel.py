@@ -24,9 +24,11 @@ def _sizes(c: Any) -> tuple[int, int]:
 def _problem(c: Any, message: str, allowed: str) -> Problem:
     """About ``parallel.ep``; offers the nearest degrees that keep every rule of this file."""
     ep, ranks = _sizes(c)
-    legal = [n for n in range(1, ranks + 1) if n == 1 or not (
-        ranks % n or c.model.moe.num_experts % n or _uneven(c, ranks // n) or _unsummed(c, n)
-    )]
+    legal = [
+        n
+        for n in range(1, ranks + 1)
+        if n == 1 or not (ranks % n or c.model.moe.num_experts % n or _uneven(c, ranks // n) or _unsummed(c, n))
+    ]
     return Problem("parallel.ep", message, allowed=allowed, hint=ways("parallel.ep", nearest_numbers(ep, legal)))
 
 
@@ -54,8 +56,9 @@ def expert_ranks_are_there(c: Any) -> Problem | None:
     ep, ranks = _sizes(c)
     if ranks % ep == 0:
         return None
-    return _problem(c, f"is {ep}, which does not divide the {ranks} ranks of dp_shard*cp*tp that it reuses",
-                    f"divisors of {ranks}")
+    return _problem(
+        c, f"is {ep}, which does not divide the {ranks} ranks of dp_shard*cp*tp that it reuses", f"divisors of {ranks}"
+    )
 
 
 @rule("parallel", "launch", "model.moe", "model.dim", "model.ffn_dim")
@@ -71,8 +74,11 @@ def copies_of_experts_are_cut_evenly(c: Any) -> Problem | None:
     ep, ranks = _sizes(c)
     if ep == 1 or ranks % ep or not _uneven(c, ranks // ep):
         return None
-    return _problem(c, f"is {ep}: the {ranks // ep} ranks that hold the same experts cannot cut their matrices evenly",
-                    f"dp_shard*cp*tp / ep divides model.dim={c.model.dim} and the experts' width")
+    return _problem(
+        c,
+        f"is {ep}: the {ranks // ep} ranks that hold the same experts cannot cut their matrices evenly",
+        f"dp_shard*cp*tp / ep divides model.dim={c.model.dim} and the experts' width",
+    )
 
 
 @rule("parallel", "launch", "model.moe", "model.dim", "model.ffn_dim")
@@ -80,8 +86,12 @@ def copies_of_experts_share_gradients(c: Any) -> Problem | None:
     ep, ranks = _sizes(c)
     if ep == 1 or ranks % ep or not _unsummed(c, ep):
         return None
-    return _problem(c, f"is {ep} of {ranks} tp ranks: without data ranks nothing sums the gradients of those that hold "
-                    "the same experts", f"{ranks} or 1 with one data rank")
+    return _problem(
+        c,
+        f"is {ep} of {ranks} tp ranks: without data ranks nothing sums the gradients of those that hold "
+        "the same experts",
+        f"{ranks} or 1 with one data rank",
+    )
 
 
 @rule("parallel", "launch")
@@ -89,9 +99,12 @@ def expert_ranks_hold_their_own_tokens(c: Any) -> Problem | None:
     """Whole sequences on every tp rank would be sent, and counted, once by each."""
     if c.parallel.tp_sequence_parallel or _sizes(c)[0] == 1 or degree(c, "tp") == 1:
         return None
-    return Problem("parallel.tp_sequence_parallel", f"is false, so that tp ranks hold the same tokens, but "
-                   f"{_sizes(c)[0]} ep ranks are to exchange different ones", allowed="true with parallel.ep above 1",
-                   hint="parallel.tp_sequence_parallel=true or parallel.ep=1")
+    return Problem(
+        "parallel.tp_sequence_parallel",
+        f"is false, so that tp ranks hold the same tokens, but {_sizes(c)[0]} ep ranks are to exchange different ones",
+        allowed="true with parallel.ep above 1",
+        hint="parallel.tp_sequence_parallel=true or parallel.ep=1",
+    )
 
 
 @rule("parallel", "launch", "pipeline.plugins")
@@ -100,6 +113,9 @@ def expert_ranks_split_something(c: Any) -> Problem | None:
     ep = _sizes(c)[0]
     if does(c, "ep") or ep == 1:
         return None
-    return Problem("pipeline.plugins.ep", f"is off, but {ep} ranks are to share out the experts",
-                   allowed="titanyaml.plugins.ep.ExpertParallel, or a plugin of yours in its place",
-                   hint="parallel.ep=1")
+    return Problem(
+        "pipeline.plugins.ep",
+        f"is off, but {ep} ranks are to share out the experts",
+        allowed="titanyaml.plugins.ep.ExpertParallel, or a plugin of yours in its place",
+        hint="parallel.ep=1",
+    )

@@ -34,8 +34,14 @@ def unread_then(keys: dict[str, Any], values: dict[str, Any], changed: Iterable[
     """Of a section's ``values`` those, with their defaults, that nothing reads any more because of the ``changed``
     ones; and those that nothing reads because of these, and so on."""
     values, back = dict(values), {}
-    while unread := next((name for name in values if _is_unread(keys[name], values)
-                          and keys[name].rules["when"][0] in (*changed, *back)), None):
+    while unread := next(
+        (
+            name
+            for name in values
+            if _is_unread(keys[name], values) and keys[name].rules["when"][0] in (*changed, *back)
+        ),
+        None,
+    ):
         values[unread] = back[unread] = keys[unread].default
     return back
 

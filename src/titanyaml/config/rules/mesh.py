@@ -30,8 +30,11 @@ def one_degree_is_derived(c: Any) -> Problem | None:
     if len(derived) < 2:
         return None
     alternatives = [" ".join(f"parallel.{other}=1" for other in derived if other != axis) for axis in derived]
-    return Problem(f"parallel.{derived[1]}", f"{' and '.join(derived)} are -1; only one can be derived",
-                   hint=" or ".join(alternatives))
+    return Problem(
+        f"parallel.{derived[1]}",
+        f"{' and '.join(derived)} are -1; only one can be derived",
+        hint=" or ".join(alternatives),
+    )
 
 
 @rule("parallel", "launch.kind", "launch.nproc")
@@ -43,9 +46,12 @@ def mesh_fits_ranks(c: Any) -> Problem | None:
     if ranks is None or (ranks % fixed == 0 if derived else ranks == fixed):
         return None
     if derived:
-        return Problem(f"parallel.{derived}", f"is -1, but {ranks} rank{'s' * (ranks > 1)} cannot be divided by the "
-                       f"{fixed} of the other degrees", allowed=f"ranks that are a multiple of {fixed}",
-                       hint=ways("launch.nproc", multiples_around(ranks, fixed)))
+        return Problem(
+            f"parallel.{derived}",
+            f"is -1, but {ranks} rank{'s' * (ranks > 1)} cannot be divided by the {fixed} of the other degrees",
+            allowed=f"ranks that are a multiple of {fixed}",
+            hint=ways("launch.nproc", multiples_around(ranks, fixed)),
+        )
     # what torchrun started cannot be changed from here, what the launcher starts can
     hints = ["parallel=auto"] if c.launch.kind == "external" else [f"launch.nproc={fixed}", "parallel=auto"]
     return Problem("parallel", f"the mesh needs {fixed} ranks, but {ranks} are started", hint=" or ".join(hints))
@@ -66,9 +72,12 @@ def global_batch_is_whole(c: Any) -> Problem | None:
     unit = local * degree
     if batch % unit == 0:
         return None
-    return Problem("train.global_batch", f"is {batch}, not a multiple of train.local_batch={local} * {degree} data "
-                   f"rank{'s' * (degree > 1)}", allowed=f"multiples of {unit}, or null",
-                   hint=ways("train.global_batch", multiples_around(batch, unit)))
+    return Problem(
+        "train.global_batch",
+        f"is {batch}, not a multiple of train.local_batch={local} * {degree} data rank{'s' * (degree > 1)}",
+        allowed=f"multiples of {unit}, or null",
+        hint=ways("train.global_batch", multiples_around(batch, unit)),
+    )
 
 
 @rule("parallel", "launch", "pipeline.plugins")
@@ -77,17 +86,23 @@ def data_ranks_share_gradients(c: Any) -> Problem | None:
     ranks = (world_size(c) or 1) // max((degree(c, "tp") or 1) * (degree(c, "pp") or 1), 1)
     if does(c, "fsdp") or ranks <= 1:
         return None
-    return Problem("pipeline.plugins.fsdp", f"is off, but {ranks} ranks share the data: nothing would sum their "
-                   "gradients", allowed="titanyaml.plugins.fsdp.FullyShard, or a plugin of yours in its place",
-                   hint="parallel=single" + (" launch.nproc=1" if c.launch.nproc else ""))
+    return Problem(
+        "pipeline.plugins.fsdp",
+        f"is off, but {ranks} ranks share the data: nothing would sum their gradients",
+        allowed="titanyaml.plugins.fsdp.FullyShard, or a plugin of yours in its place",
+        hint="parallel=single" + (" launch.nproc=1" if c.launch.nproc else ""),
+    )
 
 
 @rule("runner.name", "parallel", "launch")
 def sample_runs_alone(c: Any) -> Problem | None:
     if c.runner.name != "sample" or world_size(c) in (1, None):
         return None
-    return Problem("parallel", f"runner=sample runs on one rank, not {world_size(c)}",
-                   hint="parallel=single" + (" launch.nproc=1" if c.launch.nproc else ""))
+    return Problem(
+        "parallel",
+        f"runner=sample runs on one rank, not {world_size(c)}",
+        hint="parallel=single" + (" launch.nproc=1" if c.launch.nproc else ""),
+    )
 
 
 @rule("parallel", "launch", "compile.mode")
@@ -96,9 +111,12 @@ def whole_model_is_one_graph(c: Any) -> Problem | None:
     ranks = sharing_ranks(c)
     if c.compile.mode != "model" or ranks in (None, 1):
         return None
-    return Problem("compile.mode", f"is model, but FSDP gathers weights over {ranks} ranks in the middle of it "
-                   "(dp_replicate*dp_shard*cp)", allowed="block, none; model on one such rank",
-                   hint="compile.mode=block or compile.mode=none")
+    return Problem(
+        "compile.mode",
+        f"is model, but FSDP gathers weights over {ranks} ranks in the middle of it (dp_replicate*dp_shard*cp)",
+        allowed="block, none; model on one such rank",
+        hint="compile.mode=block or compile.mode=none",
+    )
 
 
 @rule("parallel", "launch", "model.num_layers")
@@ -107,11 +125,19 @@ def gathering_ahead_has_blocks(c: Any) -> Problem | None:
     if ahead is None or ranks is None or (1 <= ahead < layers and ranks > 1):
         return None
     if ranks == 1:
-        return Problem("parallel.fsdp_prefetch", f"is {ahead}, but one rank gathers no weights", allowed="null",
-                       hint="parallel.fsdp_prefetch=null")
+        return Problem(
+            "parallel.fsdp_prefetch",
+            f"is {ahead}, but one rank gathers no weights",
+            allowed="null",
+            hint="parallel.fsdp_prefetch=null",
+        )
     nearest = [f"parallel.fsdp_prefetch={layers - 1}"] if layers > 1 else []
-    return Problem("parallel.fsdp_prefetch", f"is {ahead}, but the model has {layers} blocks",
-                   allowed=f"1 .. {layers - 1}, or null", hint=" or ".join([*nearest, "parallel.fsdp_prefetch=null"]))
+    return Problem(
+        "parallel.fsdp_prefetch",
+        f"is {ahead}, but the model has {layers} blocks",
+        allowed=f"1 .. {layers - 1}, or null",
+        hint=" or ".join([*nearest, "parallel.fsdp_prefetch=null"]),
+    )
 
 
 @rule("parallel", "launch", "runner.name")
@@ -130,8 +156,12 @@ def _fsdp_on_a_gpu(c: Any, name: str, why: str) -> Problem | None:
         return None
     off = f"parallel.{name}=false"
     if ranks == 1:
-        return Problem(f"parallel.{name}", "is on, but FSDP does it, and one data rank has no FSDP",
-                       allowed="true where dp_replicate, dp_shard or cp is above 1", hint=off)
+        return Problem(
+            f"parallel.{name}",
+            "is on, but FSDP does it, and one data rank has no FSDP",
+            allowed="true where dp_replicate, dp_shard or cp is above 1",
+            hint=off,
+        )
     if c.runner.name in ("check", "plan") or machine.gpus():
         return None
     return Problem(f"parallel.{name}", f"is on, but there is no GPU here: {why}", allowed="false on a CPU", hint=off)
@@ -153,8 +183,12 @@ def freed_memory_takes_whole_gradients(c: Any) -> Problem | None:
         why, hint = "train.global_batch takes several backward passes, of which one alone makes the gradient", off
     else:
         return None
-    return Problem("parallel.fsdp_reuse_memory", f"is on, but {why}", hint=hint,
-                   allowed="true with one backward pass a step, pp=1, float32 masters and no offloading")
+    return Problem(
+        "parallel.fsdp_reuse_memory",
+        f"is on, but {why}",
+        hint=hint,
+        allowed="true with one backward pass a step, pp=1, float32 masters and no offloading",
+    )
 
 
 def sharing_ranks(c: Any) -> int | None:
@@ -196,7 +230,10 @@ def state_fits_memory(c: Any) -> Problem | None:
     if total / shards <= c.hardware.memory_gib:
         return None
     enough = 2 ** math.ceil(math.log2(total / c.hardware.memory_gib))
-    return Problem("hardware.memory_gib", f"is {c.hardware.memory_gib:g}, but weights, gradients and moments alone "
-                   f"need {total / shards:.1f} GiB on each of {shards} shard{'s' * (shards > 1)}",
-                   allowed=f"{math.ceil(total / c.hardware.memory_gib)} shards or more",
-                   hint=f"parallel=fsdp{enough}" + (" launch.nproc=null" if c.launch.nproc else ""))
+    return Problem(
+        "hardware.memory_gib",
+        f"is {c.hardware.memory_gib:g}, but weights, gradients and moments alone "
+        f"need {total / shards:.1f} GiB on each of {shards} shard{'s' * (shards > 1)}",
+        allowed=f"{math.ceil(total / c.hardware.memory_gib)} shards or more",
+        hint=f"parallel=fsdp{enough}" + (" launch.nproc=null" if c.launch.nproc else ""),
+    )

@@ -75,19 +75,27 @@ def pipeline_keys_are_read(c: Any) -> Problem | None:
     if _ranks(c) != 1 or not given:
         return None
     ranks = " parallel.dp_shard=1" * (c.parallel.dp_shard == -1) + " launch.nproc=null" * (c.launch.nproc is not None)
-    return Problem(f"parallel.{given[0]}", f"is {spell(getattr(c.parallel, given[0]))}, but nothing reads it: "
-                   "parallel.pp is 1", hint=f"{_unset(given)} or parallel.pp=2{ranks}")
+    return Problem(
+        f"parallel.{given[0]}",
+        f"is {spell(getattr(c.parallel, given[0]))}, but nothing reads it: parallel.pp is 1",
+        hint=f"{_unset(given)} or parallel.pp=2{ranks}",
+    )
 
 
 @rule("parallel")
 def pipeline_keys_agree(c: Any) -> Problem | None:
     """A file brings the order and the number of stages; a list of stages brings their layers."""
-    for first, others in (("pp_schedule_csv", ("pp_schedule", "pp_stages_per_rank")),
-                          ("pp_stages", ("pp_first_stage_less_layers", "pp_last_stage_less_layers"))):
+    for first, others in (
+        ("pp_schedule_csv", ("pp_schedule", "pp_stages_per_rank")),
+        ("pp_stages", ("pp_first_stage_less_layers", "pp_last_stage_less_layers")),
+    ):
         idle = _given(c, *others)
         if _given(c, first) and idle:
-            return Problem(f"parallel.{idle[0]}", f"is {spell(getattr(c.parallel, idle[0]))}, but nothing reads it: "
-                           f"parallel.{first} is given", hint=f"{_unset(idle)} or {_unset([first])}")
+            return Problem(
+                f"parallel.{idle[0]}",
+                f"is {spell(getattr(c.parallel, idle[0]))}, but nothing reads it: parallel.{first} is given",
+                hint=f"{_unset(idle)} or {_unset([first])}",
+            )
     return None
 
 
@@ -96,9 +104,12 @@ def pipeline_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that splits the model all pp ranks would silently do the same work."""
     if does(c, "pp") or not _runs(c):
         return None
-    return Problem("pipeline.plugins.pp", f"is off, but {_ranks(c)} ranks are to share the layers",
-                   allowed="titanyaml.plugins.pp.PipelineParallel, or a plugin of yours in its place",
-                   hint="parallel.pp=1")
+    return Problem(
+        "pipeline.plugins.pp",
+        f"is off, but {_ranks(c)} ranks are to share the layers",
+        allowed="titanyaml.plugins.pp.PipelineParallel, or a plugin of yours in its place",
+        hint="parallel.pp=1",
+    )
 
 
 @rule("parallel", "launch")
@@ -107,9 +118,12 @@ def pipeline_stages_fit_schedule(c: Any) -> Problem | None:
     if c.parallel.pp_schedule_csv is not None or not _runs(c) or asked is None or kind.allows(asked):
         return None
     others = [name for name, other in KINDS.items() if other.allows(asked)]
-    return Problem("parallel.pp_stages_per_rank", f"is {asked}, which {kind.name} cannot run",
-                   allowed=str(kind.fewest) if kind.most else f"{kind.fewest} or more",
-                   hint=f"parallel.pp_stages_per_rank={kind.fewest} or parallel.pp_schedule={others[0]}")
+    return Problem(
+        "parallel.pp_stages_per_rank",
+        f"is {asked}, which {kind.name} cannot run",
+        allowed=str(kind.fewest) if kind.most else f"{kind.fewest} or more",
+        hint=f"parallel.pp_stages_per_rank={kind.fewest} or parallel.pp_schedule={others[0]}",
+    )
 
 
 @rule("parallel", "launch", "model.num_layers")
@@ -122,8 +136,12 @@ def pipeline_stages_have_layers(c: Any) -> Problem | None:
     if c.parallel.pp_schedule_csv is None:
         per_rank = count // _ranks(c)
         hints += [f"parallel.pp={ranks}" for ranks in (layers // per_rank,) if ranks > 1]
-    return Problem("model.num_layers", f"is {layers}, fewer than the {count} stages of {_ranks(c)} pipeline "
-                   "ranks", allowed=f"{count} or more", hint=" or ".join(hints))
+    return Problem(
+        "model.num_layers",
+        f"is {layers}, fewer than the {count} stages of {_ranks(c)} pipeline ranks",
+        allowed=f"{count} or more",
+        hint=" or ".join(hints),
+    )
 
 
 @rule("parallel", "launch", "model.num_layers")
@@ -135,13 +153,22 @@ def pipeline_stages_share_the_layers(c: Any) -> Problem | None:
     if count is None or count > layers or not given:
         return None
     try:
-        stages.given(layers, count, names=c.parallel.pp_stages, first_less=c.parallel.pp_first_stage_less_layers,
-                     last_less=c.parallel.pp_last_stage_less_layers)
+        stages.given(
+            layers,
+            count,
+            names=c.parallel.pp_stages,
+            first_less=c.parallel.pp_first_stage_less_layers,
+            last_less=c.parallel.pp_last_stage_less_layers,
+        )
     except ValueError as error:
         even = ",".join(map(str, stages.even(layers, count)))
         hint = _unset(given) if given[0] != "pp_stages" else f"parallel.pp_stages=[{even}] or {_unset(given)}"
-        return Problem(f"parallel.{given[0]}", f"is {spell(getattr(c.parallel, given[0]))}: {error}", hint=hint,
-                       allowed=f"{count} stages with {layers} layers in all, each with 1 or more")
+        return Problem(
+            f"parallel.{given[0]}",
+            f"is {spell(getattr(c.parallel, given[0]))}: {error}",
+            hint=hint,
+            allowed=f"{count} stages with {layers} layers in all, each with 1 or more",
+        )
     return None
 
 
@@ -156,10 +183,13 @@ def pipeline_is_full(c: Any) -> Problem | None:
     unit = c.train.global_batch // count
     near = nearest_numbers(count, [n for n in range(1, count + 2 * ranks + 1) if kind.fills(n, ranks=ranks)])
     rounds = f" in rounds of equal size, {ranks} or more in each" if kind.rounds else ""
-    return Problem("train.global_batch", f"is {c.train.global_batch}: {count} microbatch{'es' * (count > 1)} of "
-                   f"{unit} sequences do not fill {kind.name} on {ranks} ranks", hint=ways(
-                       "train.global_batch", [unit * number for number in near]),
-                   allowed=f"{kind.smallest(ranks)} microbatches or more{rounds}")
+    return Problem(
+        "train.global_batch",
+        f"is {c.train.global_batch}: {count} microbatch{'es' * (count > 1)} of "
+        f"{unit} sequences do not fill {kind.name} on {ranks} ranks",
+        hint=ways("train.global_batch", [unit * number for number in near]),
+        allowed=f"{kind.smallest(ranks)} microbatches or more{rounds}",
+    )
 
 
 @rule("parallel", "launch", "train.global_batch", "train.local_batch")
@@ -169,9 +199,13 @@ def pipeline_file_has_the_microbatches(c: Any) -> Problem | None:
     if count is None or grid is None or actions.microbatches(grid) == count:
         return None
     needed = c.train.global_batch // count * actions.microbatches(grid)
-    return Problem("train.global_batch", f"is {c.train.global_batch}, which is {count} microbatches, but "
-                   f"{c.parallel.pp_schedule_csv} runs {actions.microbatches(grid)}", allowed=f"{needed}, or null",
-                   hint=f"train.global_batch={needed} or train.global_batch=null")
+    return Problem(
+        "train.global_batch",
+        f"is {c.train.global_batch}, which is {count} microbatches, but "
+        f"{c.parallel.pp_schedule_csv} runs {actions.microbatches(grid)}",
+        allowed=f"{needed}, or null",
+        hint=f"train.global_batch={needed} or train.global_batch=null",
+    )
 
 
 @rule("parallel", "launch")
@@ -187,8 +221,12 @@ def pipeline_file_comes_to_its_end(c: Any) -> Problem | None:
         violation = str(error)
     if not violation:
         return None
-    return Problem("parallel.pp_schedule_csv", f"{c.parallel.pp_schedule_csv}: {violation}",
-                   allowed="a schedule that every rank can follow to its end", hint="parallel.pp_schedule_csv=null")
+    return Problem(
+        "parallel.pp_schedule_csv",
+        f"{c.parallel.pp_schedule_csv}: {violation}",
+        allowed="a schedule that every rank can follow to its end",
+        hint="parallel.pp_schedule_csv=null",
+    )
 
 
 @rule("parallel", "launch", "model.tie_embeddings")
@@ -207,10 +245,13 @@ def pipeline_ends_share_a_weight(c: Any) -> Problem | None:
     if not joined or c.parallel.pp_schedule_csv is not None and grid is None:
         return None
     way = "parallel.pp_schedule_csv=null" if grid is not None else "parallel.pp_schedule=InterleavedZeroBubble"
-    return Problem("model.tie_embeddings", f"is true, and {name} has the first and the last stage on one rank: FSDP "
-                   "shards the weight that they share with one of them only",
-                   allowed="schedules whose ends are on different ranks; or false; or one data rank",
-                   hint=f"{way} or model.tie_embeddings=false")
+    return Problem(
+        "model.tie_embeddings",
+        f"is true, and {name} has the first and the last stage on one rank: FSDP "
+        "shards the weight that they share with one of them only",
+        allowed="schedules whose ends are on different ranks; or false; or one data rank",
+        hint=f"{way} or model.tie_embeddings=false",
+    )
 
 
 def _splits(c: Any) -> str:
@@ -226,13 +267,20 @@ def _splits(c: Any) -> str:
 @rule("parallel", "launch", "compile.mode")
 def compiled_blocks_have_one_backward(c: Any) -> Problem | None:
     if c.compile.mode == "model" and _runs(c):
-        return Problem("compile.mode", "is 'model', but the model is cut into stages", allowed="block, none",
-                       hint="compile.mode=none")
+        return Problem(
+            "compile.mode",
+            "is 'model', but the model is cut into stages",
+            allowed="block, none",
+            hint="compile.mode=none",
+        )
     if c.compile.mode != "block" or not (way := _splits(c)):
         return None
-    return Problem("compile.mode", "is 'block', but the schedule runs each backward in two parts, and that of a "
-                   "compiled block is one graph", allowed="none; or a schedule with whole backwards",
-                   hint=f"compile.mode=none or {way}")
+    return Problem(
+        "compile.mode",
+        "is 'block', but the schedule runs each backward in two parts, and that of a compiled block is one graph",
+        allowed="none; or a schedule with whole backwards",
+        hint=f"compile.mode=none or {way}",
+    )
 
 
 @rule("parallel", "launch", "ac.mode")
@@ -240,9 +288,13 @@ def blocks_are_recomputed_once(c: Any) -> Problem | None:
     """Torch asks for the gradients of one group of weights after the other, and each recomputes the block anew."""
     if c.ac.mode == "none" or not (way := _splits(c)):
         return None
-    return Problem("ac.mode", f"is {c.ac.mode}, but the schedule runs each backward in two parts, for which torch "
-                   "would recompute a block ten times", allowed="none; or a schedule with whole backwards",
-                   hint=f"ac=none or {way}")
+    return Problem(
+        "ac.mode",
+        f"is {c.ac.mode}, but the schedule runs each backward in two parts, for which torch "
+        "would recompute a block ten times",
+        allowed="none; or a schedule with whole backwards",
+        hint=f"ac=none or {way}",
+    )
 
 
 @rule("parallel", "launch", "model.moe.num_experts")
@@ -250,15 +302,22 @@ def mixtures_have_one_backward(c: Any) -> Problem | None:
     """Routers report loads as gradients, which the second part, for weights alone, does not form."""
     if not c.model.moe.num_experts or not (way := _splits(c)):
         return None
-    return Problem("parallel.pp_schedule", "runs each backward in two parts, in which the routers of "
-                   "model.moe.num_experts experts cannot report their loads",
-                   allowed="a schedule with whole backwards for a mixture of experts", hint=way)
+    return Problem(
+        "parallel.pp_schedule",
+        "runs each backward in two parts, in which the routers of "
+        "model.moe.num_experts experts cannot report their loads",
+        allowed="a schedule with whole backwards for a mixture of experts",
+        hint=way,
+    )
 
 
 @rule("parallel", "launch")
 def stages_are_gathered_whole(c: Any) -> Problem | None:
     if not _runs(c) or c.parallel.fsdp_prefetch is None:
         return None
-    return Problem("parallel.fsdp_prefetch", f"is {c.parallel.fsdp_prefetch}, but a pipeline gathers all weights of a "
-                   "stage before its first microbatch", allowed="null with parallel.pp above 1",
-                   hint="parallel.fsdp_prefetch=null")
+    return Problem(
+        "parallel.fsdp_prefetch",
+        f"is {c.parallel.fsdp_prefetch}, but a pipeline gathers all weights of a stage before its first microbatch",
+        allowed="null with parallel.pp above 1",
+        hint="parallel.fsdp_prefetch=null",
+    )

@@ -33,9 +33,21 @@ from titanyaml.config.trained import with_trained
 from titanyaml.errors import Problem
 
 RULES: tuple[Rule, ...] = (
-    *model.RULES, *activation_checkpointing.RULES, *compile.RULES, *moe.RULES, *mesh.RULES,
-    *tensor_parallel.RULES, *async_tp.RULES, *context_parallel.RULES, *expert_parallel.RULES, *pipeline_parallel.RULES,
-    *quant.RULES, *train.RULES, *measure.RULES, *data.RULES, *plan.RULES,
+    *model.RULES,
+    *activation_checkpointing.RULES,
+    *compile.RULES,
+    *moe.RULES,
+    *mesh.RULES,
+    *tensor_parallel.RULES,
+    *async_tp.RULES,
+    *context_parallel.RULES,
+    *expert_parallel.RULES,
+    *pipeline_parallel.RULES,
+    *quant.RULES,
+    *train.RULES,
+    *measure.RULES,
+    *data.RULES,
+    *plan.RULES,
 )
 
 

@@ -18,15 +18,24 @@ def _divides(c: Any, key: str, size: int) -> Problem | None:
     tp = degree(c, "tp")
     if tp is None or tp < 1 or size % tp == 0:
         return None
-    shared = math.gcd(c.model.num_heads, c.model.num_kv_heads, c.model.ffn_dim, c.model.vocab_size,
-                      c.model.moe.shared_ffn_dim, c.train.seq_len if c.parallel.tp_sequence_parallel else 0)
+    shared = math.gcd(
+        c.model.num_heads,
+        c.model.num_kv_heads,
+        c.model.ffn_dim,
+        c.model.vocab_size,
+        c.model.moe.shared_ffn_dim,
+        c.train.seq_len if c.parallel.tp_sequence_parallel else 0,
+    )
     degrees = [n for n in range(1, shared + 1) if shared % n == 0]
     near = multiples_around(size, tp)
     ranks = " launch.nproc=null" * (c.launch.nproc is not None)
     fewer = [f"parallel.tp={number}{ranks}" for number in nearest_numbers(tp, degrees)]
-    return Problem(key, f"is {size}, which {tp} tensor-parallel ranks cannot share evenly",
-                   allowed=f"multiples of parallel.tp={tp}",
-                   hint=" or ".join([*fewer, ways(key, near)]))
+    return Problem(
+        key,
+        f"is {size}, which {tp} tensor-parallel ranks cannot share evenly",
+        allowed=f"multiples of parallel.tp={tp}",
+        hint=" or ".join([*fewer, ways(key, near)]),
+    )
 
 
 @rule("parallel", "launch", "pipeline.plugins")
@@ -35,9 +44,12 @@ def tensor_ranks_split_something(c: Any) -> Problem | None:
     tp = degree(c, "tp")
     if does(c, "tp") or tp is None or tp < 2:
         return None
-    return Problem("pipeline.plugins.tp", f"is off, but {tp} ranks are to share every matrix",
-                   allowed="titanyaml.plugins.tp.TensorParallel, or a plugin of yours in its place",
-                   hint="parallel.tp=1")
+    return Problem(
+        "pipeline.plugins.tp",
+        f"is off, but {tp} ranks are to share every matrix",
+        allowed="titanyaml.plugins.tp.TensorParallel, or a plugin of yours in its place",
+        hint="parallel.tp=1",
+    )
 
 
 @rule("parallel", "launch", "model", "train.seq_len")
@@ -70,5 +82,9 @@ def tensor_ranks_share_the_sequence(c: Any) -> Problem | None:
     problem = _divides(c, "train.seq_len", c.train.seq_len) if c.parallel.tp_sequence_parallel else None
     if problem is None:
         return None
-    return Problem(problem.key, problem.message, allowed=problem.allowed,
-                   hint=f"{problem.hint} or parallel.tp_sequence_parallel=false")
+    return Problem(
+        problem.key,
+        problem.message,
+        allowed=problem.allowed,
+        hint=f"{problem.hint} or parallel.tp_sequence_parallel=false",
+    )

@@ -26,7 +26,10 @@ class Data:
     revision: str | None = key(None, "git revision of the dataset", when=("kind", ["hf"]))
     text_field: str = key("text", "field that holds the text", when=("kind", ["files", "hf"]))
     validation_fraction: float = key(
-        0.02, "share of documents held out for validation, chosen by a hash of their index", low=0, below=1,
+        0.02,
+        "share of documents held out for validation, chosen by a hash of their index",
+        low=0,
+        below=1,
         when=("kind", ["stdlib", "files", "hf"]),
     )
     shuffle: bool = key(True, "permute the samples anew in every epoch; a stream has its own order and needs false")
@@ -40,7 +43,8 @@ class Tokenizer:
 
     kind: str = key(MISSING, "bytes, sentencepiece, or hf (a tokenizer.json)", choices=["bytes", "sentencepiece", "hf"])
     path: str | None = key(
-        None, "an existing .model or tokenizer.json; null (sentencepiece only): trained on the corpus, then cached",
+        None,
+        "an existing .model or tokenizer.json; null (sentencepiece only): trained on the corpus, then cached",
         when=("kind", ["sentencepiece", "hf"]),
     )
     vocab_size: int | None = key(

@@ -14,8 +14,12 @@ class Hardware:
     """The device: its peak for MFU, and the rates that ``runner=plan`` reckons with. What is unknown stays null."""
 
     name: str = key("auto", "auto: recognised by the device's own name")
-    basis: str = key("given", "where the rates come from, for a plan's range: measured in whole runs, by a "
-                     "calibration, fitted to published runs, shares of the datasheet, or given by you", choices=BASES)
+    basis: str = key(
+        "given",
+        "where the rates come from, for a plan's range: measured in whole runs, by a "
+        "calibration, fitted to published runs, shares of the datasheet, or given by you",
+        choices=BASES,
+    )
     peak_bf16_tflops: float | None = key(None, "dense bf16 peak (TFLOP/s)", above=0)
     memory_gib: float | None = key(None, "device memory (GiB)", above=0)
     power_w: float | None = key(None, "power limit (watts), for the energy of a token budget", above=0)
@@ -24,9 +28,7 @@ class Hardware:
     gemm_bf16_shape: float = key(
         110.0, "s: a product with sides m, n, k takes 1 + s(1/m + 1/n + 1/k) times as long (elements)", low=0
     )
-    gemm_fp8_shape: float | None = key(
-        None, "the same of float8; null: as many times larger as its rate is", low=0
-    )
+    gemm_fp8_shape: float | None = key(None, "the same of float8; null: as many times larger as its rate is", low=0)
     memory_tb_s: float | None = key(None, "memory bandwidth of the datasheet (TB/s)", above=0)
     memory_share: float = key(0.88, "of memory_tb_s, reached by kernels that only move data", above=0, high=1)
     cast_tensorwise_bytes: float | None = key(

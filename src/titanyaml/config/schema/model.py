@@ -30,12 +30,14 @@ class MoE:
     score: str = key("softmax", "what the router makes of its logits", choices=["softmax", "sigmoid"])
     normalize: bool = key(False, "the weights of the chosen experts are divided by their sum")
     scale: float = key(1.0, "factor on those weights", above=0)
-    weight_at: str = key("output", "a token's weight multiplies an expert's output, or its input (Llama 4)",
-                         choices=["output", "input"])
+    weight_at: str = key(
+        "output", "a token's weight multiplies an expert's output, or its input (Llama 4)", choices=["output", "input"]
+    )
     num_groups: int = key(1, "groups of experts, of which a token may use some (DeepSeek-V3); 1: no groups", low=1)
     top_groups: int = key(1, "groups that a token may use", low=1)
-    bias_rate: float = key(0.0, "step of the bias that evens out loads without a loss (DeepSeek-V3: 0.001); 0: no bias",
-                           low=0)
+    bias_rate: float = key(
+        0.0, "step of the bias that evens out loads without a loss (DeepSeek-V3: 0.001); 0: no bias", low=0
+    )
     balance_loss: float = key(0.0, "factor of the load-balance loss of each sequence; 0: off", low=0)
 
 
@@ -44,8 +46,11 @@ class Model:
     """Sizes and variants of the one decoder."""
 
     name: str = key(MISSING, "name of the architecture")
-    family: str = key("llama3", "naming and layout for Hugging Face import and export",
-                      choices=["llama3", "qwen3", "mixtral", "qwen3_moe", "llama4"])
+    family: str = key(
+        "llama3",
+        "naming and layout for Hugging Face import and export",
+        choices=["llama3", "qwen3", "mixtral", "qwen3_moe", "llama4"],
+    )
     vocab_size: int = key(MISSING, "rows of the embedding (tokens)", low=1)
     dim: int = key(MISSING, "width of the residual stream", low=1)
     num_layers: int = key(MISSING, "decoder blocks", low=1)
@@ -68,7 +73,8 @@ class Model:
         None, "rotary blocks attend within chunks of this many tokens (Llama 4: 8192); null: to the whole past", low=1
     )
     attention_temperature: float = key(
-        0.0, "t: without rotary embedding, queries times 1 + t*log(1 + floor((position + 1) / floor)) (Llama 4: 0.1)",
+        0.0,
+        "t: without rotary embedding, queries times 1 + t*log(1 + floor((position + 1) / floor)) (Llama 4: 0.1)",
         low=0,
     )
     attention_temperature_floor: int = key(8192, "the floor in that formula (tokens)", low=1)

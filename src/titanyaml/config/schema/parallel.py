@@ -28,8 +28,9 @@ class Parallel:
     )
     fsdp_cpu_offload: bool = key(False, "keep weights, gradients and optimizer state in host memory; needs a GPU")
     fsdp_reuse_memory: bool = key(
-        False, "put reduced gradients where the backward pass has freed activations, in place of memory of their own; "
-        "needs a GPU and one backward pass a step"
+        False,
+        "put reduced gradients where the backward pass has freed activations, in place of memory of their own; "
+        "needs a GPU and one backward pass a step",
     )
     cp_method: str = key(
         "allgather",

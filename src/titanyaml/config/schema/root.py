@@ -42,7 +42,8 @@ class Optim:
     """AdamW."""
 
     name: str = key(
-        "adamw", "format of the moments: adamw float32, adamw_bf16 bfloat16, adamw_8bit 8 bits in blocks",
+        "adamw",
+        "format of the moments: adamw float32, adamw_bf16 bfloat16, adamw_8bit 8 bits in blocks",
         choices=["adamw", "adamw_bf16", "adamw_8bit"],
     )
     lr: float = key(3e-4, "peak learning rate", above=0)
@@ -51,12 +52,16 @@ class Optim:
     eps: float = key(1e-8, "added to the root of the second moment", above=0)
     weight_decay: float = key(0.1, "decoupled weight decay; never applied to norms and biases", low=0)
     implementation: str = key(
-        "auto", "auto: fused on GPU, foreach on CPU", choices=["auto", "fused", "foreach", "loop"],
+        "auto",
+        "auto: fused on GPU, foreach on CPU",
+        choices=["auto", "fused", "foreach", "loop"],
         when=("name", ["adamw"]),
     )
     master: str = key(
-        "float32", "float32 value of a weight that is stored in bfloat16: float32 beside it, or split between it and a "
-        "16-bit remainder (same value, 2 bytes less)", choices=["float32", "split"],
+        "float32",
+        "float32 value of a weight that is stored in bfloat16: float32 beside it, or split between it and a "
+        "16-bit remainder (same value, 2 bytes less)",
+        choices=["float32", "split"],
     )
     groups: list[ParamGroup] = key([], "per-name settings, first match wins")
 
@@ -88,7 +93,8 @@ class Kernels:
     """Operators of our own."""
 
     name: str = key(
-        "auto", "auto: fused on a GPU with triton, else torch; torch: plain PyTorch; fused: Triton kernels",
+        "auto",
+        "auto: fused on a GPU with triton, else torch; torch: plain PyTorch; fused: Triton kernels",
         choices=["auto", "torch", "fused"],
     )
 
@@ -103,7 +109,8 @@ class Train:
     global_batch: int | None = key(None, "sequences per step; null: no gradient accumulation", low=1)
     max_norm: float | None = key(1.0, "gradients are clipped to this norm; null: not", above=0)
     compute_dtype: str = key(
-        "auto", "forward and backward; auto: bfloat16 on GPU, float32 on CPU",
+        "auto",
+        "forward and backward; auto: bfloat16 on GPU, float32 on CPU",
         choices=["auto", "bfloat16", "float32", "float64"],
     )
     param_dtype: str = key("float32", "master parameters and optimizer state", choices=["float32", "float64"])
@@ -145,10 +152,16 @@ class Tracker:
 class Launch:
     """How ranks are started."""
 
-    kind: str = key("local", "local: ranks on this machine; external: join the group torchrun started",
-                    choices=["local", "external"])
+    kind: str = key(
+        "local",
+        "local: ranks on this machine; external: join the group torchrun started",
+        choices=["local", "external"],
+    )
     nproc: int | None = key(
-        None, "ranks on this machine; null: the mesh's product, else all local GPUs, else 1", low=1, high=MAX_RANKS,
+        None,
+        "ranks on this machine; null: the mesh's product, else all local GPUs, else 1",
+        low=1,
+        high=MAX_RANKS,
         when=("kind", ["local"]),
     )
     startup_timeout_s: float = key(1800.0, "limit of a collective before the first step is done (seconds)", above=0)
@@ -170,7 +183,8 @@ class Runner:
     """What is done with the configuration."""
 
     name: str = key(
-        MISSING, "check, plan, train, bench, eval or sample",
+        MISSING,
+        "check, plan, train, bench, eval or sample",
         choices=["check", "plan", "train", "bench", "eval", "sample"],
     )
     _target_: str = key(MISSING, "function that does it")
@@ -181,20 +195,25 @@ class Runner:
     max_new_tokens: int = key(128, "tokens to write", low=1, when=("name", ["sample"]))
     temperature: float = key(0.8, "0: the most likely token", low=0, when=("name", ["sample"]))
     top_k: int | None = key(50, "draw among this many; null: all", low=1, when=("name", ["sample"]))
-    skipped_steps: int = key(5, "steps before the first measured one: warm-up, compilation", low=1,
-                            when=("name", ["bench"]))
+    skipped_steps: int = key(
+        5, "steps before the first measured one: warm-up, compilation", low=1, when=("name", ["bench"])
+    )
     measured_steps: int = key(10, "steps whose median counts", low=2, when=("name", ["bench"]))
-    profiled_steps: int = key(2, "steps after these under the profiler, for the kernel breakdown; 0: none", low=0,
-                              when=("name", ["bench"]))
+    profiled_steps: int = key(
+        2, "steps after these under the profiler, for the kernel breakdown; 0: none", low=0, when=("name", ["bench"])
+    )
     entity: str = key("local", "who measures: last part of the report's file name", when=("name", ["bench"]))
     interconnect: str | None = key(None, "what links the devices, as the report shall say it", when=("name", ["bench"]))
     notes: str | None = key(None, "what else helps to reproduce the figures, for the report", when=("name", ["bench"]))
     token_budget: float | None = key(
-        None, "tokens of the whole training, for days, device-hours and cost; null: those of train.steps", above=0,
+        None,
+        "tokens of the whole training, for days, device-hours and cost; null: those of train.steps",
+        above=0,
         when=("name", ["plan"]),
     )
     trace: bool = key(
-        False, "run the pipeline on fake tensors and compare its products and collectives with the plan's",
+        False,
+        "run the pipeline on fake tensors and compare its products and collectives with the plan's",
         when=("name", ["plan"]),
     )
 

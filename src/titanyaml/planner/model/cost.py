@@ -71,8 +71,11 @@ def gemm_rate(job: Job, dtype: str) -> float:
     device = job.device
     rate = device.fp8_tflops if dtype == "fp8" else device.bf16_tflops
     if rate is None:
-        raise ConfigError(f"{device.name} has no rate for float8 products", key="hardware.gemm_fp8_tflops",
-                          hint="quant=none or hardware=h200")
+        raise ConfigError(
+            f"{device.name} has no rate for float8 products",
+            key="hardware.gemm_fp8_tflops",
+            hint="quant=none or hardware=h200",
+        )
     slow = {"fp32": 8.0, "fp64": 16.0}.get(dtype, 1.0)  # of tensor cores at 16 bits, where a run computes wider
     own = OWN_PRODUCT if job.own_float8 and dtype == "fp8" and device.basis != "calibrated" else 1.0
     return rate * 1e12 / slow * own * job.software.gemm_age
@@ -108,8 +111,9 @@ def attention_seconds(job: Job, one: Attention) -> float:
     slow = 1.0
     if job.mesh.cp > 1 and job.cp_method != "ulysses" and job.software.context_slows:
         slow += constants.CONTEXT_SLOWDOWN.value * (1 - 1 / job.mesh.cp)
-    return max(one.flops / rate * (1 + HALF_LENGTH[kernel][one.backward] / one.seq_len) * slow,
-               job.device.launch_us * 1e-6)
+    return max(
+        one.flops / rate * (1 + HALF_LENGTH[kernel][one.backward] / one.seq_len) * slow, job.device.launch_us * 1e-6
+    )
 
 
 def collective_seconds(job: Job, one: Collective) -> float:
@@ -127,8 +131,10 @@ def collective_seconds(job: Job, one: Collective) -> float:
         return one.bytes / (network.nvlink_gb_s if inside else network.rdma_gb_s) / 1e9 + latency
     if one.op == "all_to_all" and (one.axis != "cp" or job.cp_method == "ulysses"):
         here = network.local(mesh, one.axis)
-        return one.bytes * ((here - 1) / size / network.nvlink_gb_s + (size - here) / size / network.rdma_gb_s) / 1e9 \
+        return (
+            one.bytes * ((here - 1) / size / network.nvlink_gb_s + (size - here) / size / network.rdma_gb_s) / 1e9
             + latency
+        )
     share = {"all_reduce": 2.0 * (size - 1) / size, "all_to_all": 1.0}.get(one.op, (size - 1) / size)
     return one.bytes * share / network.rate(mesh, one.axis) + latency
 

@@ -18,18 +18,38 @@ def device(spec: schema.Hardware) -> Device:
     Raises:
         ConfigError: it has no rates.
     """
-    needed = ("peak_bf16_tflops", "memory_gib", "gemm_bf16_tflops", "memory_tb_s", "flash_forward_tflops",
-              "flash_backward_tflops")
+    needed = (
+        "peak_bf16_tflops",
+        "memory_gib",
+        "gemm_bf16_tflops",
+        "memory_tb_s",
+        "flash_forward_tflops",
+        "flash_backward_tflops",
+    )
     missing = [name for name in needed if getattr(spec, name) is None]
     if missing:
-        raise ConfigError(f"hardware={spec.name} does not say {', '.join(missing)}", key=f"hardware.{missing[0]}",
-                          hint="hardware=h200 or hardware=h100_sxm or hardware=h100_500w")
+        raise ConfigError(
+            f"hardware={spec.name} does not say {', '.join(missing)}",
+            key=f"hardware.{missing[0]}",
+            hint="hardware=h200 or hardware=h100_sxm or hardware=h100_500w",
+        )
     cudnn = (spec.cudnn_forward_tflops, spec.cudnn_backward_tflops)
     return Device(
-        spec.name, spec.peak_bf16_tflops, spec.memory_gib, spec.gemm_bf16_tflops, spec.gemm_fp8_tflops,
-        spec.memory_tb_s, (spec.flash_forward_tflops, spec.flash_backward_tflops),
-        None if None in cudnn else cudnn, spec.launch_us, spec.reserve_gib, spec.gemm_bf16_shape, spec.gemm_fp8_shape,
-        spec.memory_share, (spec.cast_tensorwise_bytes, spec.cast_rowwise_bytes), spec.basis,
+        spec.name,
+        spec.peak_bf16_tflops,
+        spec.memory_gib,
+        spec.gemm_bf16_tflops,
+        spec.gemm_fp8_tflops,
+        spec.memory_tb_s,
+        (spec.flash_forward_tflops, spec.flash_backward_tflops),
+        None if None in cudnn else cudnn,
+        spec.launch_us,
+        spec.reserve_gib,
+        spec.gemm_bf16_shape,
+        spec.gemm_fp8_shape,
+        spec.memory_share,
+        (spec.cast_tensorwise_bytes, spec.cast_rowwise_bytes),
+        spec.basis,
     )
 
 
@@ -42,10 +62,20 @@ def network(spec: schema.Cluster, *, world_size: int) -> Network:
     if world_size == 1:
         return Network(spec.name, 1, 1.0, 1.0, 0.0, 0.0, spec.basis)
     if spec.nvlink_gb_s is None or (spec.rdma_gb_s is None and world_size > spec.gpus_per_host):
-        raise ConfigError(f"cluster={spec.name} does not say how fast its links are", key="cluster.nvlink_gb_s",
-                          hint="cluster=hgx_400g")
-    return Network(spec.name, spec.gpus_per_host, spec.nvlink_gb_s, spec.rdma_gb_s or spec.nvlink_gb_s,
-                   spec.nvlink_latency_us, spec.rdma_latency_us, spec.basis)
+        raise ConfigError(
+            f"cluster={spec.name} does not say how fast its links are",
+            key="cluster.nvlink_gb_s",
+            hint="cluster=hgx_400g",
+        )
+    return Network(
+        spec.name,
+        spec.gpus_per_host,
+        spec.nvlink_gb_s,
+        spec.rdma_gb_s or spec.nvlink_gb_s,
+        spec.nvlink_latency_us,
+        spec.rdma_latency_us,
+        spec.basis,
+    )
 
 
 def shipped(group: str, option: str) -> dict[str, Any]:

@@ -57,11 +57,17 @@ class _Program:
         return {when: fixed | parts for when, parts in found.items()}
 
     def _whole(self) -> dict[str, dict[str, float]]:
-        found = {"loss": {"activations": self.stream + sum(self.kept), "loss": self._loss(),
-                          "transfers": self._gathered(len(self.blocks))}}
+        found = {
+            "loss": {
+                "activations": self.stream + sum(self.kept),
+                "loss": self._loss(),
+                "transfers": self._gathered(len(self.blocks)),
+            }
+        }
         for i in range(len(self.blocks)):
             found[f"block {i}"] = {
-                "activations": self.stream + sum(self.kept[:i]), "block": self._work(i),
+                "activations": self.stream + sum(self.kept[:i]),
+                "block": self._work(i),
                 "gradients": sum(map(self._gradients, self.blocks[i + 1 :])) + self._head_gradient(),
                 "transfers": self._gathered(i),
             }

@@ -23,7 +23,8 @@ def products(job: Job) -> list[Gemm]:
     wide = "fp64" if job.compute_bytes == 8 else "fp32"
     return [
         Gemm("router", job.slice_tokens, of.num_experts, d, wide),
-        Gemm("experts.w1", rows, of.ffn_dim, d, dtype, groups), Gemm("experts.w3", rows, of.ffn_dim, d, dtype, groups),
+        Gemm("experts.w1", rows, of.ffn_dim, d, dtype, groups),
+        Gemm("experts.w3", rows, of.ffn_dim, d, dtype, groups),
         Gemm("experts.w2", rows, d, of.ffn_dim, dtype, groups),
     ]
 
@@ -37,8 +38,10 @@ def backward(job: Job) -> list[Operator]:
     """The same way back, and the sums of gradients over tp ranks that each saw a slice of the sequence."""
     found: list[Operator] = []
     for one in products(job):
-        found += [Gemm(f"{one.name}.dx", one.m, one.k, one.n, one.dtype, one.groups),
-                  Gemm(f"{one.name}.dw", one.n, one.k, one.m, one.dtype, one.groups, split="k")]
+        found += [
+            Gemm(f"{one.name}.dx", one.m, one.k, one.n, one.dtype, one.groups),
+            Gemm(f"{one.name}.dw", one.n, one.k, one.m, one.dtype, one.groups, split="k"),
+        ]
     if job.mesh.tp > 1 and job.sequence_parallel:
         shape, wide = job.shape, max(job.compute_bytes, 4)
         whole = [shape.router_params]

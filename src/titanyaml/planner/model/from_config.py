@@ -26,14 +26,33 @@ _WIDTH = {"auto": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 def shape(model: schema.Model) -> Shape:
     """The decoder's sizes."""
     head_dim, moe = model.head_dim or model.dim // model.num_heads, model.moe
-    mixture = Mixture(
-        moe.num_experts, moe.top_k, moe.ffn_dim or model.ffn_dim, moe.shared_ffn_dim, moe.first_dense, moe.every,
-        balanced_by_loss=moe.balance_loss > 0,
-    ) if moe.num_experts else None
+    mixture = (
+        Mixture(
+            moe.num_experts,
+            moe.top_k,
+            moe.ffn_dim or model.ffn_dim,
+            moe.shared_ffn_dim,
+            moe.first_dense,
+            moe.every,
+            balanced_by_loss=moe.balance_loss > 0,
+        )
+        if moe.num_experts
+        else None
+    )
     return Shape(
-        model.name, model.vocab_size, model.dim, model.num_layers, model.num_heads, model.num_kv_heads, head_dim,
-        model.ffn_dim, tied=model.tie_embeddings, head_norms=model.qk_norm, mixture=mixture,
-        nope_every=model.nope_every, attention_chunk=model.attention_chunk,
+        model.name,
+        model.vocab_size,
+        model.dim,
+        model.num_layers,
+        model.num_heads,
+        model.num_kv_heads,
+        head_dim,
+        model.ffn_dim,
+        tied=model.tie_embeddings,
+        head_norms=model.qk_norm,
+        mixture=mixture,
+        nope_every=model.nope_every,
+        attention_chunk=model.attention_chunk,
     )
 
 
@@ -49,8 +68,13 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
     forwards = degrees.global_batch(config, sizes) // (train.local_batch * mesh.data_degree)
     recipe, gathers = _quant(config)
     sizes_of = shape(config.model)
-    batches = {"local_batch": train.local_batch, "accumulation": forwards} if mesh.pp == 1 else _pipeline(
-        parallel, sizes_of, mesh, seq_len=train.seq_len, local_batch=train.local_batch, microbatches=forwards)
+    batches = (
+        {"local_batch": train.local_batch, "accumulation": forwards}
+        if mesh.pp == 1
+        else _pipeline(
+            parallel, sizes_of, mesh, seq_len=train.seq_len, local_batch=train.local_batch, microbatches=forwards
+        )
+    )
     device = devices.device(hardware or config.hardware)
     # as runner/setup.py chooses kernels on a GPU with triton
     software = TITANYAML if config.kernels.name == "torch" or train.compute_dtype == "float64" else FUSED
@@ -58,15 +82,30 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
         software = replace(software, gathers_float8=True)
     own = recipe != "none" and config.quant.product == "own"
     return Job(
-        sizes_of, mesh, device, devices.network(cluster or config.cluster, world_size=mesh.world_size),
-        software, seq_len=train.seq_len, **batches, ac=config.ac.mode, ac_every=config.ac.every,
-        ac_budget=config.ac.budget, ac_keep=config.ac.keep_products, quant=recipe, float8_gather=gathers,
-        own_float8=own, keeps_float8_weights=own and not config.quant.force_recompute_weight,
-        compiled=config.compile.mode != "none", async_tp=_async_tp(config),
+        sizes_of,
+        mesh,
+        device,
+        devices.network(cluster or config.cluster, world_size=mesh.world_size),
+        software,
+        seq_len=train.seq_len,
+        **batches,
+        ac=config.ac.mode,
+        ac_every=config.ac.every,
+        ac_budget=config.ac.budget,
+        ac_keep=config.ac.keep_products,
+        quant=recipe,
+        float8_gather=gathers,
+        own_float8=own,
+        keeps_float8_weights=own and not config.quant.force_recompute_weight,
+        compiled=config.compile.mode != "none",
+        async_tp=_async_tp(config),
         chunk_tokens=config.loss.chunk_tokens or (4096 if software.loss == "fused" else 1024),
         sequence_parallel=parallel.tp_sequence_parallel,
-        cp_method=parallel.cp_method, reshard=parallel.fsdp_reshard_after_forward, reuses=parallel.fsdp_reuse_memory,
-        moment_bytes=MOMENTS[config.optim.name], master_bytes=MASTERS[config.optim.master],
+        cp_method=parallel.cp_method,
+        reshard=parallel.fsdp_reshard_after_forward,
+        reuses=parallel.fsdp_reuse_memory,
+        moment_bytes=MOMENTS[config.optim.name],
+        master_bytes=MASTERS[config.optim.master],
         compute_bytes=_WIDTH[train.compute_dtype],
     )
 
@@ -102,9 +141,14 @@ def _pipeline(
         placed = owners(kind.placement, ranks=mesh.pp, stages=kind.per_rank(parallel.pp_stages_per_rank) * mesh.pp)
     counts = _stages(parallel, of, len(placed), seq_len=seq_len)
     return {
-        "local_batch": local_batch * microbatches, "microbatches": microbatches, "schedule": parallel.pp_schedule,
-        "stages_per_rank": len(placed) // mesh.pp, "bubble": bubble, "held": held,
-        "owners": tuple(placed), "stage_layers": tuple(counts),
+        "local_batch": local_batch * microbatches,
+        "microbatches": microbatches,
+        "schedule": parallel.pp_schedule,
+        "stages_per_rank": len(placed) // mesh.pp,
+        "bubble": bubble,
+        "held": held,
+        "owners": tuple(placed),
+        "stage_layers": tuple(counts),
     }
 
 

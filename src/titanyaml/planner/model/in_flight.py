@@ -48,8 +48,13 @@ def forwards_held(job: Job, rank: int) -> int:
         return job.held[rank]
     p, v, m = job.mesh.pp, job.stages_per_rank, job.microbatches
     after = p - 1 - rank
-    most = {"1F1B": after + 1, "Interleaved1F1B": (v - 1) * p + 2 * after + 1,
-            "InterleavedZeroBubble": v * p, "ZBVZeroBubble": 2 * p, "DualPipeV": 2 * p + 1}
+    most = {
+        "1F1B": after + 1,
+        "Interleaved1F1B": (v - 1) * p + 2 * after + 1,
+        "InterleavedZeroBubble": v * p,
+        "ZBVZeroBubble": 2 * p,
+        "DualPipeV": 2 * p + 1,
+    }
     return min(m * v, most.get(job.schedule, m * v))
 
 
@@ -68,12 +73,22 @@ def moments(job: Job, rank: int) -> Iterator[Moment]:
             grown = tuple(one for one in range(v) if first[one] < done <= last[one])
             whole, begun = divmod(done + held, v * turn)
             moment = Moment(
-                held, stage, whole * turn + max(0, begun - (v - 1) * turn) - (stage == v - 1), grown,
-                tuple(one for one in range(v) if last[one] < done), grown if held < most else (),
+                held,
+                stage,
+                whole * turn + max(0, begun - (v - 1) * turn) - (stage == v - 1),
+                grown,
+                tuple(one for one in range(v) if last[one] < done),
+                grown if held < most else (),
             )
             yield moment
-            yield replace(moment, held=held - 1, grown=_with(grown, stage), idle=_with(moment.idle, stage), ends=True,
-                          fresh=stage not in grown)
+            yield replace(
+                moment,
+                held=held - 1,
+                grown=_with(grown, stage),
+                idle=_with(moment.idle, stage),
+                ends=True,
+                fresh=stage not in grown,
+            )
 
 
 def _with(stages: tuple[int, ...], stage: int) -> tuple[int, ...]:

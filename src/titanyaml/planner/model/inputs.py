@@ -21,8 +21,14 @@ class Mesh(Degrees):
 
     def stride(self, axis: str) -> int:
         """Distance between neighbours on an axis."""
-        inner = {"tp": 1, "ep": 1, "expert_shard": self.ep, "cp": self.tp, "shard": self.tp,
-                 "dp_replicate": self.tp * self.shard_degree}
+        inner = {
+            "tp": 1,
+            "ep": 1,
+            "expert_shard": self.ep,
+            "cp": self.tp,
+            "shard": self.tp,
+            "dp_replicate": self.tp * self.shard_degree,
+        }
         return inner.get(axis, self.tp * self.shard_degree * self.dp_replicate)
 
     def size(self, axis: str) -> int:
@@ -150,8 +156,9 @@ class Software:
 
 
 #: This project: with plain PyTorch's kernels, and with its own.
-TITANYAML = Software("titanyaml", copies_sequence=True, keeps_scattered=True, keeps_exchanged=True, frees_early=True,
-                     context_slows=False)  # 2 x 16,384 tokens on two H200: within 2 % of the whole sequence's kernels
+TITANYAML = Software(
+    "titanyaml", copies_sequence=True, keeps_scattered=True, keeps_exchanged=True, frees_early=True, context_slows=False
+)  # 2 x 16,384 tokens on two H200: within 2 % of the whole sequence's kernels
 FUSED = replace(TITANYAML, loss="fused", optimizer_bytes=32.0, recast_bytes=0.0, sums_gradients=False)
 
 

@@ -114,8 +114,9 @@ def _block_backward(job: Job, block: Block) -> float:
     which fused transfers spare three; our own blocks free them as they go."""
     if job.mesh.tp > 1 and job.software.frees_early and not block.mixture:
         summed = job.mesh.token_degree == 1 and job.software.sums_gradients
-        return (job.tokens * saved_per_token(job, block, mode="none")
-                + gradients_at_work(job, block, width=wide(job) if summed else job.compute_bytes))
+        return job.tokens * saved_per_token(job, block, mode="none") + gradients_at_work(
+            job, block, width=wide(job) if summed else job.compute_bytes
+        )
     # one graph frees as it goes: at a 3B's proportions it held 7 of 14.7 residual streams, on a CPU
     share = 2.0 if job.ac not in ("none", "memory_budget") else 0.5 if job.compiled else 1.0
     whole = 0.0
@@ -180,8 +181,10 @@ def _fullest(job: Job, stages: tuple[Stage, ...], *, rank: int) -> dict[str, flo
     logits, kept, freed = _loss(job)
     handed = 2 * job.tokens * job.shape.vocab_size / job.mesh.tp * (not job.software.in_chunks)  # kept for the caller
     saved = sum(saved_by(job, stage) for stage in stages) / len(stages)
-    weights8, work = _float8_weights(job, blocks), [max(_block_backward(job, one) for one in set(stage.blocks))
-                                                    for stage in stages]
+    weights8, work = (
+        _float8_weights(job, blocks),
+        [max(_block_backward(job, one) for one in set(stage.blocks)) for stage in stages],
+    )
     fixed, transfers = states(job, stages), Transfers(job, stages)
     fixed |= {"allocator": _allocator(job) * GIB, "stream buffers": stream_buffers(job, stages)}
     found = []
@@ -192,7 +195,8 @@ def _fullest(job: Job, stages: tuple[Stage, ...], *, rank: int) -> dict[str, flo
             "activations": moment.held * saved + weights8,
             "recompute peak": max(0.0, block - (logits + freed) * at_loss) + _left(job, logits, block) * at_loss,
             "logits": at_loss * (logits + kept) + stages[-1].last * handed * moment.outputs,
-            "gathered weights": transfers.weights(moment), "unsharded gradients": gradients,
+            "gathered weights": transfers.weights(moment),
+            "unsharded gradients": gradients,
         }
         if job.mesh.token_degree == 1:  # nothing is sharded: they stay as they grow
             reduced = sum(transfers.sizes[i] for i in moment.reduced)
@@ -245,15 +249,21 @@ def states(job: Job, stages: tuple[Stage, ...]) -> dict[str, float]:
     alone = job.mesh.token_degree == 1
     if alone and job.software.weights == "masters":
         masters = job.master_bytes * (narrow < 4)
-        return {"parameters": narrow * every, "gradients": full * every,
-                "optimizer": (masters + job.moment_bytes) * every}
+        return {
+            "parameters": narrow * every,
+            "gradients": full * every,
+            "optimizer": (masters + job.moment_bytes) * every,
+        }
     if job.own_float8 and job.float8_gather:  # a copy of each shard in float8, which is what is gathered
         copies = sum(_linear_weights(job, stage.blocks) for stage in stages) / job.mesh.size("shard")
         return {"parameters": full * held + copies, "gradients": full * held, "optimizer": job.moment_bytes * held}
     if job.master_bytes == 2 and narrow == 2:
         summed = job.accumulation * job.microbatches > 1 or job.software.sums_gradients
-        return {"parameters": narrow * held, "gradients": (full if summed else narrow) * held,
-                "optimizer": (job.master_bytes + job.moment_bytes) * held}
+        return {
+            "parameters": narrow * held,
+            "gradients": (full if summed else narrow) * held,
+            "optimizer": (job.master_bytes + job.moment_bytes) * held,
+        }
     return {"parameters": full * held, "gradients": full * held, "optimizer": job.moment_bytes * held}
 
 

@@ -55,6 +55,10 @@ def _sizes(job: Job, block: Block) -> dict[str, float]:
         share = 1 / tp if job.sequence_parallel else 1.0
         rows = share * shape.mixture.top_k
         wide = max(4, job.compute_bytes) / job.compute_bytes
-        sizes |= {"router": share * wide * shape.mixture.num_experts, "experts.w1": rows * shape.mixture.ffn_dim,
-                  "experts.w3": rows * shape.mixture.ffn_dim, "experts.w2": rows * shape.dim}
+        sizes |= {
+            "router": share * wide * shape.mixture.num_experts,
+            "experts.w1": rows * shape.mixture.ffn_dim,
+            "experts.w3": rows * shape.mixture.ffn_dim,
+            "experts.w2": rows * shape.dim,
+        }
     return sizes

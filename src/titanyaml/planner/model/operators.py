@@ -51,8 +51,9 @@ def local(job: Job, one: Linear) -> tuple[int, int]:
 
 def _products(job: Job, linears: Iterable[Linear]) -> list[Operator]:
     dtype = "fp8" if float8(job) else width(job)
-    return [Gemm(one.name, job.tokens, outputs, inputs, dtype)
-            for one in linears for inputs, outputs in [local(job, one)]]
+    return [
+        Gemm(one.name, job.tokens, outputs, inputs, dtype) for one in linears for inputs, outputs in [local(job, one)]
+    ]
 
 
 def _casts(job: Job, linears: Iterable[Linear]) -> list[Operator]:
@@ -161,8 +162,15 @@ def block_forward(job: Job, block: Block) -> list[Operator]:
     mixed = experts.forward(job) if block.mixture else []
     feeds = job.shape.width(block) > 0
     return [
-        *gather, *_products(job, linears), *_casts(job, linears), _attention(job, block, backward=False),
-        *_context(job, backward=False), *scatter, *mixed, *[*gather, *scatter] * feeds, *_forward_passes(job, block),
+        *gather,
+        *_products(job, linears),
+        *_casts(job, linears),
+        _attention(job, block, backward=False),
+        *_context(job, backward=False),
+        *scatter,
+        *mixed,
+        *[*gather, *scatter] * feeds,
+        *_forward_passes(job, block),
     ]
 
 
@@ -252,10 +260,19 @@ def block_recompute(job: Job, block: Block, keeps: int = products.HALF) -> list[
     gather = _tp(job, "all_gather", float8=_travels_in_float8(job)) if job.sequence_parallel else []
     scatter = [] if not full and job.software.keeps_scattered else _tp(job, "reduce_scatter")
     attention = [_attention(job, block, backward=False), *_context(job, backward=False)] if full else []
-    mixed = [one for one in experts.forward(job) if not isinstance(one, Gemm) or one.name in again] \
-        if block.mixture else []
-    return [*gather, *_products(job, linears), *_casts(job, read), *attention, *scatter, *mixed,
-            *gather * (job.shape.width(block) > 0), *_forward_passes(job, block)]
+    mixed = (
+        [one for one in experts.forward(job) if not isinstance(one, Gemm) or one.name in again] if block.mixture else []
+    )
+    return [
+        *gather,
+        *_products(job, linears),
+        *_casts(job, read),
+        *attention,
+        *scatter,
+        *mixed,
+        *gather * (job.shape.width(block) > 0),
+        *_forward_passes(job, block),
+    ]
 
 
 def block_backward(job: Job, block: Block) -> list[Operator]:
@@ -267,8 +284,10 @@ def block_backward(job: Job, block: Block) -> list[Operator]:
     elements = 0
     for one in job.shape.linears_of(block):
         inputs, outputs = local(job, one)
-        operators += [Gemm(f"{one.name}.dx", job.tokens, inputs, outputs, dtype),
-                      Gemm(f"{one.name}.dw", outputs, inputs, job.tokens, weight_dtype)]
+        operators += [
+            Gemm(f"{one.name}.dx", job.tokens, inputs, outputs, dtype),
+            Gemm(f"{one.name}.dw", outputs, inputs, job.tokens, weight_dtype),
+        ]
         elements += outputs * (job.tokens if one.column else _gathered_tokens(job))
     if float8(job):
         operators.append(Pass("cast of gradients", "casts", elements * cast_bytes(job)))
@@ -282,8 +301,12 @@ def block_backward(job: Job, block: Block) -> list[Operator]:
         norms = [job.shape.dim] * 2 * job.sequence_parallel + [job.shape.head_dim] * 2 * job.shape.head_norms
         operators += [Collective("tp", "all_reduce", size * max(job.compute_bytes, 4), "norm") for size in norms]
     operators += experts.backward(job) if block.mixture else []
-    return [*operators, _attention(job, block, backward=True), *_context(job, backward=True),
-            *_backward_passes(job, block)]
+    return [
+        *operators,
+        _attention(job, block, backward=True),
+        *_context(job, backward=True),
+        *_backward_passes(job, block),
+    ]
 
 
 def embedding_forward(job: Job) -> list[Operator]:
@@ -314,7 +337,8 @@ def head(job: Job) -> list[Operator]:
     chunks = -(-tokens // job.chunk_tokens) if job.software.in_chunks else 0
     logits = sum(LOSS_TRAFFIC[job.software.loss]) * tokens * rows
     operators: list[Operator] = [
-        Gemm("head", tokens, rows, shape.dim, dtype), Gemm("head.dx", tokens, shape.dim, rows, dtype),
+        Gemm("head", tokens, rows, shape.dim, dtype),
+        Gemm("head.dx", tokens, shape.dim, rows, dtype),
         Gemm("head.dw", rows, shape.dim, tokens, dtype),
         Pass("loss", "loss", logits + 8.0 * chunks * rows * shape.dim),
         Pass("final norm", "elementwise", 10 * job.slice_tokens * shape.dim * job.compute_bytes),

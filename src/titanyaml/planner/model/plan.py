@@ -57,16 +57,26 @@ class Plan:
         """The content of plan.json that does not depend on a budget."""
         width, why = self.range
         return {
-            "fits": self.fits, "tps": self.tps, "tps_range": [self.tps * (1 - width), self.tps * (1 + width)],
-            "range_reason": why, "step_s": self.step.seconds, "mfu": self.mfu, "world_size": self.job.mesh.world_size,
+            "fits": self.fits,
+            "tps": self.tps,
+            "tps_range": [self.tps * (1 - width), self.tps * (1 + width)],
+            "range_reason": why,
+            "step_s": self.step.seconds,
+            "mfu": self.mfu,
+            "world_size": self.job.mesh.world_size,
             "memory_gib": {
-                "total": self.total_gib, "limit": self.limit_gib, "margin": self.limit_gib - self.total_gib,
+                "total": self.total_gib,
+                "limit": self.limit_gib,
+                "margin": self.limit_gib - self.total_gib,
                 "lower_bound": self.memory.lower_bound,
                 "parts": {name: size / GIB for name, size in self.memory.parts.items()},
                 "stages": [size / GIB for size in self.memory.stages],
             },
-            "time_s": self.step.classes, "comm": self.communication(),
-            "mesh": asdict(self.job.mesh), "device": asdict(self.job.device), "network": asdict(self.job.network),
+            "time_s": self.step.classes,
+            "comm": self.communication(),
+            "mesh": asdict(self.job.mesh),
+            "device": asdict(self.job.device),
+            "network": asdict(self.job.network),
         }
 
     def communication(self) -> list[dict[str, Any]]:
@@ -80,8 +90,9 @@ class Plan:
             if axis in fsdp:
                 exposed = waited * seconds / sharding
             name = {"shard": "dp_shard_cp" if self.job.mesh.cp > 1 else "dp_shard"}.get(axis, axis)
-            rows.append({"axis": name, "op": op, "count": round(count), "bytes": size, "seconds": seconds,
-                         "exposed_s": exposed})
+            rows.append(
+                {"axis": name, "op": op, "count": round(count), "bytes": size, "seconds": seconds, "exposed_s": exposed}
+            )
         return rows
 
 

@@ -89,17 +89,28 @@ class Shape:
     def blocks(self) -> tuple[Block, ...]:
         """What each block is."""
         mixture = self.mixture or Mixture(0, 0, 0, first_dense=self.num_layers)
-        turned = [self.rotary and not (self.nope_every and (i + 1) % self.nope_every == 0)
-                  for i in range(self.num_layers)]
-        return tuple(Block(i >= mixture.first_dense and (i + 1) % mixture.every == 0, turns,
-                           self.attention_chunk if turns else None) for i, turns in enumerate(turned))
+        turned = [
+            self.rotary and not (self.nope_every and (i + 1) % self.nope_every == 0) for i in range(self.num_layers)
+        ]
+        return tuple(
+            Block(
+                i >= mixture.first_dense and (i + 1) % mixture.every == 0,
+                turns,
+                self.attention_chunk if turns else None,
+            )
+            for i, turns in enumerate(turned)
+        )
 
     @property
     def attention_linears(self) -> tuple[Linear, ...]:
         """The matrices of attention in the order in which a forward pass multiplies by them."""
         d, q, k = self.dim, self.query_dim, self.kv_dim
-        return (Linear("wq", d, q, True, "attention_in"), Linear("wk", d, k, True, "attention_in"),
-                Linear("wv", d, k, True, "attention_in"), Linear("wo", q, d, False, "attended"))
+        return (
+            Linear("wq", d, q, True, "attention_in"),
+            Linear("wk", d, k, True, "attention_in"),
+            Linear("wv", d, k, True, "attention_in"),
+            Linear("wo", q, d, False, "attended"),
+        )
 
     def ffn_linears(self, width: int) -> tuple[Linear, ...]:
         """Those of a feed-forward of this inner width, 0: none."""

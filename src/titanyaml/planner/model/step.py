@@ -20,9 +20,13 @@ from titanyaml.planner.model.shape import Block
 #: Idle time of a schedule in forwards-and-backwards of one microbatch, from ranks p and stages per rank v. The
 #: schedules that split backward passes fill the pipe with weight gradients, a third of the work (Qi et al. 2023).
 BUBBLES = {
-    "GPipe": lambda p, v: p - 1, "1F1B": lambda p, v: p - 1, "Interleaved1F1B": lambda p, v: (p - 1) / v,
-    "LoopedBFS": lambda p, v: (p - 1) / v, "InterleavedZeroBubble": lambda p, v: (p - 1) / 3 / v,
-    "ZBVZeroBubble": lambda p, v: 0.0, "DualPipeV": lambda p, v: (p - 1) / 6,
+    "GPipe": lambda p, v: p - 1,
+    "1F1B": lambda p, v: p - 1,
+    "Interleaved1F1B": lambda p, v: (p - 1) / v,
+    "LoopedBFS": lambda p, v: (p - 1) / v,
+    "InterleavedZeroBubble": lambda p, v: (p - 1) / 3 / v,
+    "ZBVZeroBubble": lambda p, v: 0.0,
+    "DualPipeV": lambda p, v: (p - 1) / 6,
 }
 
 
@@ -55,8 +59,19 @@ class Step:
         """Seconds by class, exposed communication in one."""
         exposed = sum(value for kind, value in self.times.seconds.items() if kind.startswith("exposed"))
         rest = {kind: value for kind, value in self.times.seconds.items() if not kind.startswith("exposed")}
-        names = ("gemm", "attention", "elementwise", "recompute", "casts", "loss", "copies", "contention", "optimizer",
-                 "bubble", "straggler")
+        names = (
+            "gemm",
+            "attention",
+            "elementwise",
+            "recompute",
+            "casts",
+            "loss",
+            "copies",
+            "contention",
+            "optimizer",
+            "bubble",
+            "straggler",
+        )
         return {name: rest.get(name, 0.0) for name in names} | {"exposed_comm": exposed}
 
 
@@ -100,8 +115,11 @@ class _Parts:
 
 
 def _parts(job: Job, block: Block, keeps: int) -> _Parts:
-    made = (operators.block_forward(job, block), operators.block_recompute(job, block, keeps),
-            operators.block_backward(job, block))
+    made = (
+        operators.block_forward(job, block),
+        operators.block_recompute(job, block, keeps),
+        operators.block_backward(job, block),
+    )
     return _Parts(*(times(job, one) for one in made))
 
 
@@ -151,7 +169,7 @@ def _microbatch(job: Job, stages: tuple[Stage, ...], *, gathers: bool, regathers
         _reduce(streams, "ends", (("shard", root),))
     streams.run("gradients", Times(), needs=streams.network, mark=False)
     if job.mesh.shard_degree > 1:
-        share = (0.2 * gathers + 0.2 * (regathers and job.reshard != "never") + 0.6 * reduces)
+        share = 0.2 * gathers + 0.2 * (regathers and job.reshard != "never") + 0.6 * reduces
         copies = job.params_of(stages)[0] * constants.FSDP_COPY.value * share
         streams.total.add("copies", copies / bandwidth(job))
     streams.total.add("contention", constants.CONTENTION.value * streams.busy)

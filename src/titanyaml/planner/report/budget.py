@@ -18,7 +18,10 @@ def budget(made: Plan, *, tokens: float, power_w: float | None, price_per_hour: 
     per_second = made.tps * ranks
     hours = tokens / per_second / 3600 * ranks
     return {
-        "token_budget": tokens, "tokens_per_day": per_second * 86400, "days": tokens / per_second / 86400,
-        "gpu_hours": hours, "energy_mwh": None if power_w is None else hours * power_w / 1e6,
+        "token_budget": tokens,
+        "tokens_per_day": per_second * 86400,
+        "days": tokens / per_second / 86400,
+        "gpu_hours": hours,
+        "energy_mwh": None if power_w is None else hours * power_w / 1e6,
         "cost": None if price_per_hour is None else hours * price_per_hour,
     }

@@ -51,15 +51,27 @@ def tables(record: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
     """(title, column names, rows) of everything that is a table."""
     memory, step_s = record["memory_gib"], record["step_s"]
     parts = [[name, f"{size:.2f}", f"{100 * size / memory['total']:.1f} %"] for name, size in memory["parts"].items()]
-    times = [[name, f"{1000 * seconds:.1f}", f"{100 * seconds / step_s:.1f} %"]
-             for name, seconds in record["time_s"].items() if seconds]
+    times = [
+        [name, f"{1000 * seconds:.1f}", f"{100 * seconds / step_s:.1f} %"]
+        for name, seconds in record["time_s"].items()
+        if seconds
+    ]
     found = [
         ("memory of the fullest rank", ["part", "GiB", "share"], parts),
         ("time of a step", ["class", "ms", "share"], times),
     ]
     if record["comm"]:
-        comm = [[row["axis"], row["op"], f"{row['count']:,}", f"{row['bytes'] / 2**30:.2f}",
-                 f"{1000 * row['seconds']:.1f}", f"{1000 * row['exposed_s']:.1f}"] for row in record["comm"]]
+        comm = [
+            [
+                row["axis"],
+                row["op"],
+                f"{row['count']:,}",
+                f"{row['bytes'] / 2**30:.2f}",
+                f"{1000 * row['seconds']:.1f}",
+                f"{1000 * row['exposed_s']:.1f}",
+            ]
+            for row in record["comm"]
+        ]
         found.append(("collectives of a rank and step", ["axis", "op", "count", "GiB", "ms", "exposed ms"], comm))
     if len(memory["stages"]) > 1:
         stages = [[str(rank), f"{size:.1f}"] for rank, size in enumerate(memory["stages"])]
@@ -89,5 +101,7 @@ def markdown(record: dict[str, Any]) -> str:
 def _bars(values: dict[str, float], unit: str) -> list[str]:
     shown = {name: value for name, value in values.items() if value > 0}
     longest, width = max(shown.values(), default=1.0), max(map(len, shown), default=0)
-    return [f"{name:<{width}}  {'#' * max(1, round(_BAR * value / longest)):<{_BAR}}  {value:,.1f} {unit}"
-            for name, value in shown.items()]
+    return [
+        f"{name:<{width}}  {'#' * max(1, round(_BAR * value / longest)):<{_BAR}}  {value:,.1f} {unit}"
+        for name, value in shown.items()
+    ]

@@ -21,16 +21,20 @@ def _does_not_fit(made: Plan) -> str | None:
     if made.fits:
         return None
     part, size = max(made.memory.parts.items(), key=lambda one: one[1])
-    return (f"does not fit: {made.total_gib:.1f} GiB of {made.limit_gib:.1f}, the largest part is {part} with "
-            f"{size / 2**30:.1f} GiB")
+    return (
+        f"does not fit: {made.total_gib:.1f} GiB of {made.limit_gib:.1f}, the largest part is {part} with "
+        f"{size / 2**30:.1f} GiB"
+    )
 
 
 def _tight(made: Plan) -> str | None:
     share = made.total_gib / made.limit_gib
     if not 0.92 < share <= 1.0:
         return None
-    return (f"{100 * share:.0f} % of the memory is used: the allocator may have to free and retry, which costs speed, "
-            "and memory is planned within about 5 %")
+    return (
+        f"{100 * share:.0f} % of the memory is used: the allocator may have to free and retry, which costs speed, "
+        "and memory is planned within about 5 %"
+    )
 
 
 def _lower_bound(made: Plan) -> str | None:
@@ -52,8 +56,10 @@ def _small_float8(made: Plan) -> str | None:
     small = [one.name for one in job.shape.linears if not _gains(job, one.name)]
     if not small:
         return None
-    return (f"float8 gains nothing in {', '.join(small)}: casts cost more than the products save at these shapes; "
-            f"quant.filter_fqns=[{','.join(small)}] or a larger batch")
+    return (
+        f"float8 gains nothing in {', '.join(small)}: casts cost more than the products save at these shapes; "
+        f"quant.filter_fqns=[{','.join(small)}] or a larger batch"
+    )
 
 
 def _gains(job: Job, name: str) -> bool:
@@ -74,15 +80,19 @@ def _unfilled_pipe(made: Plan) -> str | None:
     job = made.job
     if job.mesh.pp == 1 or made.step.bubble < 0.2:
         return None
-    return (f"pipeline ranks wait {100 * made.step.bubble:.0f} % of the step: {job.microbatches} microbatches for "
-            f"{job.mesh.pp} ranks; a larger train.local_batch, or parallel.pp_schedule=Interleaved1F1B")
+    return (
+        f"pipeline ranks wait {100 * made.step.bubble:.0f} % of the step: {job.microbatches} microbatches for "
+        f"{job.mesh.pp} ranks; a larger train.local_batch, or parallel.pp_schedule=Interleaved1F1B"
+    )
 
 
 def _exposed(made: Plan) -> str | None:
     overlapped = bool(made.job.async_tp)
-    advice = {"tp": "a smaller parallel.tp" if overlapped else "compile.async_tp=true, or a smaller parallel.tp",
-              "shard": "a larger train.local_batch, or fewer shards with copies (hsdpRxS)",
-              "cp": "parallel.cp_method=ring, or a smaller parallel.cp"}
+    advice = {
+        "tp": "a smaller parallel.tp" if overlapped else "compile.async_tp=true, or a smaller parallel.tp",
+        "shard": "a larger train.local_batch, or fewer shards with copies (hsdpRxS)",
+        "cp": "parallel.cp_method=ring, or a smaller parallel.cp",
+    }
     found = []
     for axis, way in advice.items():
         share = made.step.times.seconds.get(f"exposed_{axis}", 0.0) / made.step.seconds
@@ -94,8 +104,10 @@ def _exposed(made: Plan) -> str | None:
 def _few_tokens(made: Plan) -> str | None:
     if made.job.tokens >= 4096:
         return None
-    return (f"{made.job.tokens} tokens a forward do not fill the device: errors of 20 to 45 % were seen there; a "
-            "larger train.local_batch")
+    return (
+        f"{made.job.tokens} tokens a forward do not fill the device: errors of 20 to 45 % were seen there; a "
+        "larger train.local_batch"
+    )
 
 
 def _needless_recompute(made: Plan) -> str | None:
@@ -116,6 +128,14 @@ def _eager(made: Plan) -> str | None:
 
 
 _REMARKS: tuple[Remark, ...] = (
-    _does_not_fit, _tight, _lower_bound, _tp_across_hosts, _small_float8, _unfilled_pipe, _exposed, _few_tokens,
-    _needless_recompute, _eager,
+    _does_not_fit,
+    _tight,
+    _lower_bound,
+    _tp_across_hosts,
+    _small_float8,
+    _unfilled_pipe,
+    _exposed,
+    _few_tokens,
+    _needless_recompute,
+    _eager,
 )

@@ -27,8 +27,11 @@ _AXES = ("dp_shard", "tp", "pp", "cp", "dp_replicate")
 _GROWING = ("dp_shard", "tp", "pp", "cp")
 _LONGEST = {"cp": 8, "pp": 16}
 #: Keys that nothing reads where the degree is 1.
-_OF_AXIS = {"pp": tuple(f"parallel.{name}" for name in keys_of(schema.Parallel) if name.startswith("pp_")),
-            "tp": ("compile.async_tp", "parallel.tp_sequence_parallel"), "cp": ("parallel.cp_method",)}
+_OF_AXIS = {
+    "pp": tuple(f"parallel.{name}" for name in keys_of(schema.Parallel) if name.startswith("pp_")),
+    "tp": ("compile.async_tp", "parallel.tp_sequence_parallel"),
+    "cp": ("parallel.cp_method",),
+}
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ def levers(config: Config) -> list[list[Candidate]]:
         "weights": list(_freed(config, sizes)),
         "masters": [{"optim.master": "split"}],
         "schedule": [{"parallel.pp_schedule": name} for name in ("Interleaved1F1B", "1F1B")] * (sizes["pp"] > 1),
-        "loss": [{"loss.chunk_tokens": tokens} for tokens in (1024, 256)
-                 if tokens < (config.loss.chunk_tokens or 4096)],
+        "loss": [
+            {"loss.chunk_tokens": tokens} for tokens in (1024, 256) if tokens < (config.loss.chunk_tokens or 4096)
+        ],
     }
     found = [[_candidate(config, {kind}, values) for values in ways] for kind, ways in of_kind.items()]
     return [[one for one in ways if one.values] for ways in found if any(one.values for one in ways)]
@@ -95,8 +99,11 @@ def larger(config: Config, times: int) -> Iterator[Candidate]:
 
 
 def _grown(sizes: dict[str, int], times: int) -> Iterator[dict[str, int]]:
-    flat = [sizes | {axis: 1, "dp_shard": sizes["dp_shard"] * sizes[axis]} for axis in ("pp", "dp_replicate")
-            if sizes[axis] > 1]
+    flat = [
+        sizes | {axis: 1, "dp_shard": sizes["dp_shard"] * sizes[axis]}
+        for axis in ("pp", "dp_replicate")
+        if sizes[axis] > 1
+    ]
     for base in (sizes, *flat):
         yield from ({**base, axis: base[axis] * times} for axis in _GROWING)
         for one, other in itertools.permutations(_GROWING, 2):
@@ -153,8 +160,9 @@ def _on(
 ) -> Iterator[Candidate]:
     """A mesh. batch: sequences of a step that are kept; None: as many as the mesh has at ``train.local_batch``."""
     host = max(config.cluster.gpus_per_host, config.parallel.tp)
-    if sizes["tp"] > host or any(sizes[axis] > max(most, getattr(config.parallel, axis))
-                                 for axis, most in _LONGEST.items()):
+    if sizes["tp"] > host or any(
+        sizes[axis] > max(most, getattr(config.parallel, axis)) for axis, most in _LONGEST.items()
+    ):
         return
     unread = [key for axis, keys in _OF_AXIS.items() if sizes[axis] == 1 for key in keys]
     defaults = {key: keys_of(type(getattr(config, key.split(".")[0])))[key.split(".")[1]].default for key in unread}

@@ -30,8 +30,7 @@ _COST = 1.004
 
 @dataclass(frozen=True)
 class Option:
-    """One way to recompute: what to type, planned peak of reserved memory, planned seconds of a step, whether it fits.
-    """
+    """One way to recompute: what to type, planned peak memory, planned seconds a step, whether it fits."""
 
     typed: str
     memory_gib: float
@@ -66,14 +65,22 @@ class Choice:
         told = [*faster[:1], *faster[1:][-1:]]  # no recomputation, and what was missed narrowly
         others = "".join(f"; {option.typed} would need {option.memory_gib:.1f}" for option in told)
         verdict = "" if self.fits else ", which does not fit"
-        return (f"ac=auto: {chosen.typed}, planned {chosen.memory_gib:.1f} GiB of {self.limit_gib:.1f} ({self.limit})"
-                f"{verdict}{others}")
+        return (
+            f"ac=auto: {chosen.typed}, planned {chosen.memory_gib:.1f} GiB of {self.limit_gib:.1f} ({self.limit})"
+            f"{verdict}{others}"
+        )
 
     def record(self) -> dict[str, Any]:
         """For status.json, plan.json and bench.json."""
-        return {"asked": "auto", "chosen": override(self.ac), "fits": self.fits, "limit_gib": self.limit_gib,
-                "limit": self.limit, "memory_gib": self.plan.memory.with_margin / memory.GIB,
-                "options": [asdict(option) for option in self.options]}
+        return {
+            "asked": "auto",
+            "chosen": override(self.ac),
+            "fits": self.fits,
+            "limit_gib": self.limit_gib,
+            "limit": self.limit,
+            "memory_gib": self.plan.memory.with_margin / memory.GIB,
+            "options": [asdict(option) for option in self.options],
+        }
 
 
 def limit(config: Config, *, device_gib: float | None, reserve_gib: float) -> tuple[float, str]:
@@ -89,8 +96,12 @@ def limit(config: Config, *, device_gib: float | None, reserve_gib: float) -> tu
     if config.ac.memory_gib is not None:
         limits.append((config.ac.memory_gib, "ac.memory_gib"))
     if device_gib is not None:
-        limits.append(((device_gib - reserve_gib) * (1 - RESERVE),
-                       f"{device_gib:.1f} of the device less {reserve_gib:g} and {RESERVE:.0%}"))
+        limits.append(
+            (
+                (device_gib - reserve_gib) * (1 - RESERVE),
+                f"{device_gib:.1f} of the device less {reserve_gib:g} and {RESERVE:.0%}",
+            )
+        )
     if not limits:
         raise ConfigError("is null, and the device's memory is not known", key="ac.memory_gib", hint="ac.memory_gib=16")
     return min(limits)
@@ -138,7 +149,8 @@ def refusal(choice: Choice, ways: list[Change]) -> ConfigError:
     return ConfigError(
         f"is auto, and nothing fits: even {override(choice.ac)} is planned to need "
         f"{need:.1f} GiB of {choice.limit_gib:.4g} ({choice.limit}), the largest part "
-        f"is {part} with {size / memory.GIB:.1f} GiB", key="ac.mode",
+        f"is {part} with {size / memory.GIB:.1f} GiB",
+        key="ac.mode",
         hint=" or ".join(here or [way.typed for way in ways]) or larger,
     )
 
@@ -174,8 +186,9 @@ def _periods(job: Job) -> list[int]:
 def longest_period(job: Job, limit_gib: float) -> int | None:
     """The longest ``ac.every`` that fits; None where none does."""
     periods = _periods(job)
-    first = bisect.bisect_left(periods, True, key=lambda every: not _exceeds(
-        replace(job, ac="selective_layer", ac_every=every), limit_gib))
+    first = bisect.bisect_left(
+        periods, True, key=lambda every: not _exceeds(replace(job, ac="selective_layer", ac_every=every), limit_gib)
+    )
     return periods[first] if first < len(periods) else None
 
 
@@ -199,8 +212,11 @@ def _share(job: Job, step: int) -> float:
 
 def _first_over(job: Job, limit_gib: float) -> int:
     """The first step that does not fit, or one more than there are."""
-    return bisect.bisect_left(range(2 * job.shape.num_layers + 1), True, key=lambda step: _exceeds(
-        replace(job, ac="selective_op", ac_keep=_share(job, step)), limit_gib))
+    return bisect.bisect_left(
+        range(2 * job.shape.num_layers + 1),
+        True,
+        key=lambda step: _exceeds(replace(job, ac="selective_op", ac_keep=_share(job, step)), limit_gib),
+    )
 
 
 def _exceeds(job: Job, limit_gib: float) -> bool:

@@ -84,8 +84,11 @@ class Around:
 
     def _unread(self, values: Values) -> Values:
         """Keys that have to be set back to their defaults."""
-        return {f"{section}.{name}": value for section, changed in _by_section(values).items()
-                for name, value in self._section(section, changed)[1].items()}
+        return {
+            f"{section}.{name}": value
+            for section, changed in _by_section(values).items()
+            for name, value in self._section(section, changed)[1].items()
+        }
 
     def _section(self, section: str, changed: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """(section of a configuration, those of its keys that nothing reads and had another value)."""

@@ -63,7 +63,11 @@ class Ways:
 
 
 def changes(
-    config: Config, made: Plan, *, limit_gib: float | None = None, hardware: schema.Hardware | None = None,
+    config: Config,
+    made: Plan,
+    *,
+    limit_gib: float | None = None,
+    hardware: schema.Hardware | None = None,
     cluster: schema.Cluster | None = None,
 ) -> Ways:
     """The three changes that cost the least speed after which ``config``, planned as ``made``, fits.
@@ -76,8 +80,9 @@ def changes(
     tried = _Tried(config, limit_gib or made.limit_gib, hardware, cluster)
     levers = candidates.levers(config)
     tried.all(itertools.chain.from_iterable(levers))
-    tried.all(one.joined(other) for some, others in itertools.combinations(levers, 2) for one in some
-              for other in others)
+    tried.all(
+        one.joined(other) for some, others in itertools.combinations(levers, 2) for one in some for other in others
+    )
     strongest = [ways[-1] for ways in levers]
     if len(tried.kinds) < NAMED:
         tried.all(one.joined(two).joined(three) for one, two, three in itertools.combinations(strongest, 3))
@@ -147,8 +152,13 @@ class _Tried:
 
     def fastest(self, sort: tuple[frozenset[str], frozenset[str]], made: Plan, number: int) -> list[Change]:
         """So many of one sort, over ``made``. Timed in the order of a bound, until no other can be faster."""
-        bounded = sorted(((job.tokens_per_step / job.mesh.world_size / step.least_seconds(job), typed, job, room)
-                          for typed, job, room in self.fitting[sort]), key=lambda entry: -entry[0])
+        bounded = sorted(
+            (
+                (job.tokens_per_step / job.mesh.world_size / step.least_seconds(job), typed, job, room)
+                for typed, job, room in self.fitting[sort]
+            ),
+            key=lambda entry: -entry[0],
+        )
         best: list[Change] = []
         for most, typed, job, room in bounded:
             if len(best) == number and most <= best[-1].tps:
@@ -167,16 +177,22 @@ def _joined(mesh: Candidate, others: Iterable[Candidate]) -> Candidate:
 
 def _with(mesh: Candidate, other: Candidate) -> Candidate:
     """A mesh keeps the sequences of its own step, and resets what it does not read."""
-    return other.joined(mesh) if "batch" not in other.kinds else Candidate(
-        mesh.kinds | other.kinds, mesh.values | {"train.local_batch": other.values["train.local_batch"]})
+    return (
+        other.joined(mesh)
+        if "batch" not in other.kinds
+        else Candidate(mesh.kinds | other.kinds, mesh.values | {"train.local_batch": other.values["train.local_batch"]})
+    )
 
 
 def _chosen(found: list[Change]) -> list[Change]:
     """The cheapest, of different kinds: one on another mesh and one on more devices, more of these where nothing else
     is left."""
     found = sorted(found, key=lambda one: (one.slowdown, one.devices))
-    worth = [one for one in found if not any(
-        set(other.kinds) < set(one.kinds) and other.slowdown <= one.slowdown + _WORTH for other in found)]
+    worth = [
+        one
+        for one in found
+        if not any(set(other.kinds) < set(one.kinds) and other.slowdown <= one.slowdown + _WORTH for other in found)
+    ]
     picked: dict[Any, Change] = {}
     for one in worth:
         picked.setdefault("devices" if "devices" in one.kinds else "mesh" if _mesh(one) else one.kinds, one)

@@ -39,8 +39,13 @@ class Found:
         classes = self.plan.step.classes
         longest = sorted(classes, key=lambda name: -classes[name])[:3]
         why = ", ".join(f"{name} {100 * classes[name] / self.plan.step.seconds:.0f} %" for name in longest)
-        return {"change": self.change, "tps": self.plan.tps, "mfu": self.plan.mfu, "memory_gib": self.plan.total_gib,
-                "why": why}
+        return {
+            "change": self.change,
+            "tps": self.plan.tps,
+            "mfu": self.plan.mfu,
+            "memory_gib": self.plan.total_gib,
+            "why": why,
+        }
 
 
 @dataclass

@@ -20,8 +20,19 @@ from titanyaml.config.schema.plugins import FLOAT8
 #: Values of keys, by dotted key.
 Values = dict[str, Any]
 #: What is chosen of each candidate, beside its degrees: no part of the rest of a command.
-CHOSEN = ("launch.nproc", "train.local_batch", "train.global_batch", "ac.mode", "ac.keep_products", "quant.recipe",
-          "quant.fsdp_float8_all_gather", "quant.product", "optim.master", "parallel.pp_schedule", "compile.async_tp")
+CHOSEN = (
+    "launch.nproc",
+    "train.local_batch",
+    "train.global_batch",
+    "ac.mode",
+    "ac.keep_products",
+    "quant.recipe",
+    "quant.fsdp_float8_all_gather",
+    "quant.product",
+    "optim.master",
+    "parallel.pp_schedule",
+    "compile.async_tp",
+)
 
 
 @dataclass(frozen=True)
@@ -65,10 +76,16 @@ def cells(config: Config, space: Space) -> Iterator[Values]:
         schedules = space.schedule if mesh["pp"] > 1 else (config.parallel.pp_schedule,)
         placed: Values = {"launch.nproc": None, **{f"parallel.{axis}": degree for axis, degree in mesh.items()}}
         for local, (recipe, gather), schedule, fused in itertools.product(
-                space.local_batch or _divisors(batch // data), _recipes(config, space, mesh), schedules, fuses):
-            yield placed | {"train.local_batch": local, "train.global_batch": batch, "quant.recipe": recipe,
-                            "quant.fsdp_float8_all_gather": gather, "compile.async_tp": fused,
-                            "parallel.pp_schedule": schedule}
+            space.local_batch or _divisors(batch // data), _recipes(config, space, mesh), schedules, fuses
+        ):
+            yield placed | {
+                "train.local_batch": local,
+                "train.global_batch": batch,
+                "quant.recipe": recipe,
+                "quant.fsdp_float8_all_gather": gather,
+                "compile.async_tp": fused,
+                "parallel.pp_schedule": schedule,
+            }
 
 
 def kernels(config: Config, space: Space, recipe: str) -> list[Values]:
