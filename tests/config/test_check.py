@@ -227,8 +227,8 @@ def test_text_that_would_come_alive_is_refused(inspect) -> None:
         (
             {"quant.product": "own", "quant.grad_dtype": "e4m3", "quant.recipe": "mxfp8"},
             "quant.product",
-            "quant.product=torchao quant.grad_dtype=auto or quant.recipe=float8_tensorwise or quant.recipe=float8_rowwise "
-            "or quant.recipe=float8_rowwise_with_gw_hp",
+            "quant.product=torchao quant.grad_dtype=auto or quant.recipe=float8_tensorwise or "
+            "quant.recipe=float8_rowwise or quant.recipe=float8_rowwise_with_gw_hp",
         ),
         (
             {"tokenizer.vocab_size": 300},
