@@ -23,8 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanyaml.kernels import adamw, cross_entropy, float8_cast, float8_linear, float8_shards, float8_turn, square_sum
-from titanyaml.kernels.master import join, split_off
+from titanyaml.kernels import (
+    adamw,
+    cross_entropy,
+    float8_cast,
+    float8_linear,
+    float8_shards,
+    float8_transpose,
+    square_sum,
+)
+from titanyaml.kernels.master_weights import join, split_off
 from titanyaml.loss import IGNORE_INDEX, chunked_cross_entropy
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -344,7 +352,7 @@ def bench_float8_shards(bench: Bench) -> dict[str, Any]:
                 name = f"ms_programs_{programs}_tile_{tile}" if fused else "torch_ms"
                 result[name] = bench.ms(lambda copies=copies: copies.cast(copies.largest()))
     x = bench.randn(bench.ffn, bench.dim).to(E4M3)
-    turned = functools.partial(float8_turn.float8_turn, x, after=x)
+    turned = functools.partial(float8_transpose.float8_turn, x, after=x)
     bench.same("float8_turn", turned(fused=True), turned(fused=False))
     for tile, warps in ((128, 8), (128, 4), (64, 4)):
         with constants(float8_turn, TILE=tile, WARPS=warps):

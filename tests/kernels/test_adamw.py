@@ -13,7 +13,7 @@ from titanyaml.distributed.norm import clip_factor, grad_norm
 from titanyaml.errors import NonFiniteError
 from titanyaml.kernels import adamw
 from titanyaml.kernels.adamw import Factors, adamw_, reference_
-from titanyaml.kernels.master import join, split_off
+from titanyaml.kernels.master_weights import join, split_off
 from titanyaml.optim import AdamW, build
 from titanyaml.optim.fused import FusedAdamW
 from titanyaml.runner.step import TrainStep

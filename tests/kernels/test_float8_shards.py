@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from titanyaml.kernels import float8_shards as module
-from titanyaml.kernels import float8_turn as turn
+from titanyaml.kernels import float8_transpose as turn
 from titanyaml.kernels.float8_cast import float8_cast, largest
 from titanyaml.kernels.float8_shards import Float8Shards
 

@@ -12,7 +12,7 @@ import torch
 from titanyaml.config import dump
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
-from titanyaml.kernels import adamw, choice, cross_entropy
+from titanyaml.kernels import adamw, cross_entropy, kernel_choice
 from titanyaml.optim.fused import FusedAdamW
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
@@ -81,6 +81,6 @@ def test_trains_alike(device, monkeypatch, compose, tmp_path: Path, batch: str) 
 def test_the_loss_of_tp_ranks_is_named(compose) -> None:
     config = dump.to_dataclass(compose("parallel=tp2"))
     for fused, said in ((True, "fused, 4096 tokens a chunk"), (False, "torch, 1024 tokens a chunk")):
-        ctx = SimpleNamespace(kernels=choice.Choice(fused, "for a test"), dims=ParallelDims(tp=2))
+        ctx = SimpleNamespace(kernels=kernel_choice.Choice(fused, "for a test"), dims=ParallelDims(tp=2))
         found = setup.kernels(config, ctx, SimpleNamespace(runs=lambda: "torch"))
         assert found["cross_entropy"] == f"{said}, normalised over 2 tp ranks"

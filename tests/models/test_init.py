@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.models.cases import SPECS, relative, tokens
 from tests.ranks import run_ranks
 from titanyaml.errors import TitanError
-from titanyaml.kernels.master import whole
+from titanyaml.kernels.master_weights import whole
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.decoder import Decoder

@@ -17,7 +17,7 @@ from titanyaml.config.schema import Optim, ParamGroup
 from titanyaml.distributed.norm import clip_factor, grad_norm
 from titanyaml.distributed.rng import generator
 from titanyaml.errors import TitanError
-from titanyaml.kernels.master import split_off
+from titanyaml.kernels.master_weights import split_off
 from titanyaml.optim import AdamW, build
 
 LRS = [1e-2, 3e-2, 0.0, 2e-2, 1e-2]

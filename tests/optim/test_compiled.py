@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.optim.test_adamw import LRS, SPEC, Toy, batch, masters_of
 from titanyaml.distributed import compat_compile
-from titanyaml.kernels.master import split_off
+from titanyaml.kernels.master_weights import split_off
 from titanyaml.optim import build, compiled
 from titanyaml.optim.compiled import CompiledAdamW
 

@@ -18,7 +18,7 @@ from tests.plugins.inductor_graphs import GRAPHS
 from tests.plugins.parity import EVERYTHING, FULL, SELECTIVE, TP, VOCAB, WHOLE, Case, assert_equal, on_mesh, one_process
 from tests.plugins.small import COMPILE, FSDP, Built, batch, build, context, loss, spec
 from tests.ranks import run_ranks
-from titanyaml.distributed import async_tp_times, compat, compat_compile, scaled_scatter
+from titanyaml.distributed import async_tp_times, compat, compat_compile, float8_reduce_scatter
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.distributed.tensor import TensorGroup, scatter_sum
 from titanyaml.errors import PipelineError
@@ -336,7 +336,7 @@ def scattered(rank: int, batch: int, rowwise: bool) -> tuple[torch.Tensor, torch
         for left, right, scale, other in zip(lefts, rights, left_scales, right_scales, strict=True)
     )
     expected = scatter_sum(whole.view(batch, -1, dim), group)
-    found = scaled_scatter.operator(
+    found = float8_reduce_scatter.operator(
         lefts, rights, left_scales, right_scales, batch, False, torch.float32, 2, group.name
     ).sum(0)
     return found, expected
@@ -458,7 +458,7 @@ def test_with_inductor_and_from_its_cache(tmp_path) -> None:
 
 def test_a_sum_that_is_used_elsewhere_stays() -> None:
     """Its value is needed by itself, so that one product in its place would have to be made besides."""
-    from titanyaml.distributed import graph_products
+    from titanyaml.distributed import graph_matmuls
 
     def scattered_sums(group: str):
         def body(a, b, c, d):
@@ -471,9 +471,9 @@ def test_a_sum_that_is_used_elsewhere_stays() -> None:
         graph = scattered_sums(TP2.build("cpu").get_group("tp").group_name).graph
     mm, scatter = torch.ops.aten.mm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default
     first, second = graph.find_nodes(op="call_function", target=scatter)
-    graph_products.sum_as_one_product(second)
+    graph_matmuls.sum_as_one_product(second)
     assert len(graph.find_nodes(op="call_function", target=mm)) == 3, "a part of the second sum is the first"
-    assert graph_products.scattered(first).target is torch.ops.aten.add.Tensor
+    assert graph_matmuls.scattered(first).target is torch.ops.aten.add.Tensor
 
 
 def test_off_and_refused(monkeypatch) -> None:

@@ -12,7 +12,7 @@ from tests.plugins.parity import SELECTIVE, cp
 from tests.plugins.small import COMPILE, SEQ, VOCAB, batch, build, context, loss, spec
 from tests.ranks import run_ranks
 from titanyaml.distributed import compat
-from titanyaml.distributed.context import even_positions, head_tail_positions
+from titanyaml.distributed.context_parallel import even_positions, head_tail_positions
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.models import decoder

@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 from titanyaml import optim
 from titanyaml.config import schema
 from titanyaml.distributed.mesh import ParallelDims
-from titanyaml.kernels.master import split_off
-from titanyaml.kernels.master import whole as value_of
+from titanyaml.kernels.master_weights import split_off
+from titanyaml.kernels.master_weights import whole as value_of
 from titanyaml.plugins.fsdp import FullyShard
 
 MIXED = {"param_dtype": torch.float32, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

@@ -31,7 +31,7 @@ from titanyaml import float8
 from titanyaml.config import layers, schema
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
-from titanyaml.kernels.choice import Choice
+from titanyaml.kernels.kernel_choice import Choice
 from titanyaml.models import decoder
 from titanyaml.models.layers import Linear
 from titanyaml.pipeline.resolve import resolve, run

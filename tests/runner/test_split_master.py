@@ -14,7 +14,7 @@ from titanyaml.config import dump
 from titanyaml.config.schema import Config
 from titanyaml.distributed.env import Env
 from titanyaml.errors import ConfigError
-from titanyaml.kernels.master import is_split
+from titanyaml.kernels.master_weights import is_split
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 from titanyaml.runner.train import Trainer

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanyaml.distributed import compat
-from titanyaml.distributed.scaled_scatter import scaled_products_exchange
+from titanyaml.distributed.float8_reduce_scatter import scaled_products_exchange
 from titanyaml.distributed.tensor import TensorGroup, gather_sequence, scatter_sum
 from titanyaml.rundir import atomic_write
 

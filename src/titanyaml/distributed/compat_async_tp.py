@@ -28,7 +28,7 @@ from torch._inductor.fx_passes import micro_pipeline_tp as stock
 from torch.distributed import _symmetric_memory
 from torch.fx import Graph, Node
 
-from titanyaml.distributed import graph_products, scaled_scatter
+from titanyaml.distributed import float8_reduce_scatter, graph_matmuls
 from titanyaml.distributed.async_tp_times import Place
 
 _COLLECTIVES = {
@@ -110,7 +110,7 @@ class FuseCollectives(CustomGraphPass):
 
     def uuid(self) -> Any:
         wins = None if self.wins is None else sorted(self.wins.items())
-        files = (__file__, graph_products.__file__, scaled_scatter.__file__)
+        files = (__file__, graph_matmuls.__file__, float8_reduce_scatter.__file__)
         return get_hash_for_files(files, repr((self.group_name, self.kinds, wins)))
 
     def __call__(self, graph: Graph) -> None:
@@ -136,10 +136,10 @@ class FuseCollectives(CustomGraphPass):
             return set()
         matches = [match for match in stock.find_all_gather_patterns(graph) if match.group_name == self.group_name]
         matches = [
-            match for match in matches if self._wins(match.ag_node, graph_products.products_behind(match.res_node))
+            match for match in matches if self._wins(match.ag_node, graph_matmuls.products_behind(match.res_node))
         ]
         for match in matches:
-            graph_products.take_biases_out(match.res_node)
+            graph_matmuls.take_biases_out(match.res_node)
             stock.fuse_all_gather_matmul(match)
         return {match.ag_node for match in matches}
 
@@ -149,12 +149,12 @@ class FuseCollectives(CustomGraphPass):
             return set()
         ours = set()
         for node, kind in collectives.items():
-            if kind != "reduce_scatter" or not self._wins(node, graph_products.product_before(node)):
+            if kind != "reduce_scatter" or not self._wins(node, graph_matmuls.product_before(node)):
                 continue
-            if graph_products.scatter_float8(node, self.group_name):
+            if graph_matmuls.scatter_float8(node, self.group_name):
                 ours.add(node)
             else:
-                graph_products.sum_as_one_product(node)
+                graph_matmuls.sum_as_one_product(node)
         matches = [
             match
             for match in stock.find_reduce_scatter_patterns(graph)
@@ -164,7 +164,7 @@ class FuseCollectives(CustomGraphPass):
             stock.fuse_matmul_reduce_scatter(match)
         return ours | {match.reduce_scatter_node for match in matches}
 
-    def _wins(self, node: Node, sizes: graph_products.Sizes | None) -> bool:
+    def _wins(self, node: Node, sizes: graph_matmuls.Sizes | None) -> bool:
         """Whether a collective is to be fused with products of these sizes; notes why not."""
         if self.wins is None or sizes is None:  # without a product the reason is another
             return True
@@ -183,7 +183,7 @@ class FuseCollectives(CustomGraphPass):
             return "torch knows no pattern for what surrounds it"
         if kind == "all_gather":
             return "no matrix product takes the gathered tensor as its left side"
-        if not graph_products.is_product(graph_products.scattered(node)):
+        if not graph_matmuls.is_product(graph_matmuls.scattered(node)):
             return "what is scattered is no matrix product of this graph, and no sum of such alone"
         return "refused by torch's fusion"
 

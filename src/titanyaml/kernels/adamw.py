@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titanyaml.kernels.jit import jit, tl
-from titanyaml.kernels.master import QUIET_NAN, is_split, join, split_
+from titanyaml.kernels.master_weights import QUIET_NAN, is_split, join, split_
+from titanyaml.kernels.triton_support import jit, tl
 
 BLOCK, WARPS = 2048, 8
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from titanyaml.distributed import compat
-from titanyaml.kernels import merge
+from titanyaml.kernels import attention_merge
 
 Kernel = Literal["cudnn", "flash", "plain"]
 
@@ -89,7 +89,7 @@ def merge_(out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: T
     Args:
         fused: by the Triton kernel.
     """
-    (merge.merge_ if fused else merge.reference_)(out_BNSH, lse_BNS, part_BNSH, part_lse_BNS)
+    (attention_merge.merge_ if fused else attention_merge.reference_)(out_BNSH, lse_BNS, part_BNSH, part_lse_BNS)
 
 
 def _scores(q_BNSH: Tensor, k_BKTH: Tensor, *, causal: bool) -> Tensor:

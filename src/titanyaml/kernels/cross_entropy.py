@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titanyaml.kernels.jit import jit, next_power_of_2, tl
+from titanyaml.kernels.triton_support import jit, next_power_of_2, tl
 
 BLOCK, WARPS = 4096, 16  # the fastest of seven on an H200
 _LOWEST = -3.4e38  # finite: the difference of two infinities is no number

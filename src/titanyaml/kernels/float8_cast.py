@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanyaml.kernels.jit import jit, operator, tl, wrap_triton
+from titanyaml.kernels.triton_support import jit, operator, tl, wrap_triton
 
 TILE_M, TILE_K, WARPS = 128, 64, 4  # the fastest of six on H200 for rowwise scales, 2 % off the fastest for tensorwise
 PARTS, PART_TILE, PART_WARPS = 512, 8192, 8  # four programs a multiprocessor, of bfloat16 16 KB each under way

@@ -23,7 +23,7 @@ from titanyaml.distributed import compat
 from titanyaml.distributed.tensor import TensorGroup, gather_parts, scatter_parts
 from titanyaml.kernels.float8_cast import Float8, float8_cast, largest
 from titanyaml.kernels.float8_gather import GatheredWeight, gathered_parts
-from titanyaml.kernels.float8_turn import float8_turn
+from titanyaml.kernels.float8_transpose import float8_turn
 
 #: ``rowwise_with_gw_hp``: rowwise, with the weight gradient in the dtype of the input.
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]

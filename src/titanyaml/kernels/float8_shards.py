@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titanyaml.kernels.float8_cast import SMALLEST, float8_cast, scale_of
-from titanyaml.kernels.jit import jit, tl
+from titanyaml.kernels.triton_support import jit, tl
 
 E4M3 = torch.float8_e4m3fn
 PROGRAMS, TILE, WARPS = 256, 4096, 8  # programs a shard at most, and numbers that each takes at once

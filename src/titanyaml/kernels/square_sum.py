@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titanyaml.kernels.jit import jit, tl
+from titanyaml.kernels.triton_support import jit, tl
 
 BLOCK, BLOCKS, WARPS = 8192, 8, 8
 

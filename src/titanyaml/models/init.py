@@ -19,7 +19,7 @@ from titanyaml.config.schema import Model
 from titanyaml.distributed import rng
 from titanyaml.distributed.tensor import placed_as
 from titanyaml.errors import TitanError
-from titanyaml.kernels.master import split_off
+from titanyaml.kernels.master_weights import split_off
 from titanyaml.models.layers import at_least_float32
 
 

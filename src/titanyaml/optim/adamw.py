@@ -25,7 +25,7 @@ from titanyaml import float8
 from titanyaml.config import schema
 from titanyaml.distributed import compat
 from titanyaml.errors import TitanError
-from titanyaml.kernels import master as masters_of
+from titanyaml.kernels import master_weights as masters_of
 from titanyaml.optim.groups import Group, make_groups
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from titanyaml.config import schema
 from titanyaml.kernels.adamw import Factors, adamw_
-from titanyaml.kernels.master import is_split
+from titanyaml.kernels.master_weights import is_split
 from titanyaml.optim.adamw import AdamW, Slot, local
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from titanyaml.errors import Problem
-from titanyaml.kernels.choice import Choice
+from titanyaml.kernels.kernel_choice import Choice
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STAGES = ("pp", "quant", "tp", "ep", "cp", "async_tp", "model", "ac", "compile", "fsdp", "final")
 
 
-def some(names: Sequence[str], limit: int = 4) -> str:
+def first_names(names: Sequence[str], limit: int = 4) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
@@ -56,7 +56,7 @@ class Change:
         by_reason: dict[str, list[str]] = {}
         for module, reason in self.skipped.items():
             by_reason.setdefault(reason, []).append(module)
-        return [f"left alone: {some(modules)}: {reason}" for reason, modules in by_reason.items()]
+        return [f"left alone: {first_names(modules)}: {reason}" for reason, modules in by_reason.items()]
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanyaml.distributed import context
+from titanyaml.distributed import context_parallel
 from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.kernels.attention import Kernel, kernel_for
 from titanyaml.kernels.context_attention import gathered, ring
 from titanyaml.models.attention import Attention, Mask
 from titanyaml.pipeline.protocol import Change, Context
-from titanyaml.pipeline_parallel.staged import parts
+from titanyaml.pipeline_parallel.staged import model_parts
 
 METHODS = ("allgather", "ring", "ulysses")
 
@@ -92,7 +92,7 @@ class ContextParallel:
                 )
             module.__class__, module.group, module.kernel = _CLASSES[self.method], group, kernel
             module.fused = ctx.kernels.fused
-        for part in parts(model):
+        for part in model_parts(model):
             part.register_forward_pre_hook(_TakePart(group, self.method), with_kwargs=True)
         run = "one run" if self.method == "ulysses" else "a head and a tail run"
         by = "the usual attention kernel" if self.method == "ulysses" else f"{kernel} kernels"
@@ -114,7 +114,7 @@ class _TakePart:
         labels_BT = kwargs.get("labels_BS")
         embeds = getattr(model, "embeds", True)  # a pipeline stage after the first gets what is cut already
         place = {"rank": self.group.rank, "size": self.group.size, "device": tokens_BT.device}
-        choose = context.even_positions if self.method == "ulysses" else context.head_tail_positions
+        choose = context_parallel.even_positions if self.method == "ulysses" else context_parallel.head_tail_positions
         positions_S = choose((tokens_BT if embeds else labels_BT).shape[1], **place)
         mine = {
             "labels_BS": None if labels_BT is None else labels_BT[:, positions_S],
@@ -136,7 +136,9 @@ class GatheredAttention(Attention):
         """Of this rank's queries over all keys; the mask has a row for each query and a column for each position."""
         if mask is None:
             return gathered(q_BNSH, k_BKSH, v_BKSH, self.group, kernel=self.kernel, fused=self.fused)
-        k_BKTH, v_BKTH = context.gather_positions(torch.cat((k_BKSH, v_BKSH), dim=1), self.group).chunk(2, dim=1)
+        k_BKTH, v_BKTH = context_parallel.gather_positions(torch.cat((k_BKSH, v_BKSH), dim=1), self.group).chunk(
+            2, dim=1
+        )
         return super().attend(q_BNSH, k_BKTH, v_BKTH, mask)
 
 
@@ -163,8 +165,8 @@ class UlyssesAttention(Attention):
 
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Mask | None) -> Tensor:
         """Exchange, attend as one rank does, exchange back."""
-        q_BNTH, k_BKTH, v_BKTH = context.sequence_to_heads((q_BNSH, k_BKSH, v_BKSH), self.group)
-        return context.heads_to_sequence(super().attend(q_BNTH, k_BKTH, v_BKTH, mask), self.group)
+        q_BNTH, k_BKTH, v_BKTH = context_parallel.sequence_to_heads((q_BNSH, k_BKSH, v_BKSH), self.group)
+        return context_parallel.heads_to_sequence(super().attend(q_BNTH, k_BKTH, v_BKTH, mask), self.group)
 
 
 _CLASSES = {"allgather": GatheredAttention, "ring": RingAttention, "ulysses": UlyssesAttention}

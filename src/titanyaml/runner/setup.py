@@ -27,8 +27,8 @@ from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import ConfigError, DataError
 from titanyaml.hardware import synchronize
-from titanyaml.kernels.choice import choose
-from titanyaml.kernels.master import is_split, store, whole
+from titanyaml.kernels.kernel_choice import choose
+from titanyaml.kernels.master_weights import is_split, store, whole
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.init import materialise
@@ -59,7 +59,7 @@ class Built:
     model: nn.Module
     masters: dict[str, Tensor]
     context: Context
-    resolved: pipeline.Resolved
+    resolved: pipeline.ResolvedPipeline
     changes: list[tuple[str, Change]]
 
     def weights(self) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def global_batch(config: Config, dims: ParallelDims) -> int:
 
 def transform(
     config: Config, env: Env, dims: ParallelDims, *, mesh: DeviceMesh | None
-) -> tuple[nn.Module, Context, pipeline.Resolved, list[tuple[str, Change]]]:
+) -> tuple[nn.Module, Context, pipeline.ResolvedPipeline, list[tuple[str, Change]]]:
     """Build the model on meta and run the pipeline over it: the same for a run and for a check of it."""
     model = decoder.build(config.model)
     dtype = compute_dtype(config, env.device)
@@ -233,7 +233,7 @@ def kernels(config: Config, ctx: Context, optimizer: Optimizer) -> dict[str, str
     sharded = f", normalised over {ctx.dims.tp} tp ranks" if ctx.dims.tp > 1 else ""
     return {
         "why": choice.reason,
-        "cross_entropy": f"{loss.runs()}, {loss.chunk_tokens} tokens a chunk{sharded}",
+        "cross_entropy": f"{loss.describe()}, {loss.chunk_tokens} tokens a chunk{sharded}",
         config.optim.name: optimizer.runs(),
         "gradient norm": "fused" if fused_optimizer(config, ctx) else "torch",
     }

@@ -13,7 +13,7 @@ import torch
 from titanyaml import optim, tracker
 from titanyaml.config.schema import Config
 from titanyaml.data.loader import Batches
-from titanyaml.distributed import agree, comm, rng, signals
+from titanyaml.distributed import comm, replica_checks, rng, signals
 from titanyaml.distributed.env import Env, set_timeout
 from titanyaml.errors import NonFiniteError, Preempted
 from titanyaml.kernels.square_sum import square_sum
@@ -267,8 +267,8 @@ class Trainer:
             for name, state in self.optimizer.state_tensors().items()
             for kind, tensor in state.items()
         )
-        agree.refuse_different_replicas(chain(masters, self.built.model.named_buffers(), moments), self.env)
-        agree.refuse_equal_streams(self.config.run.seed, self.data_rank, self.env)
+        replica_checks.refuse_different_replicas(chain(masters, self.built.model.named_buffers(), moments), self.env)
+        replica_checks.refuse_equal_streams(self.config.run.seed, self.data_rank, self.env)
 
     def _preempt(self) -> None:
         self._save()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanyaml.kernels.merge import merge_, reference_
+from titanyaml.kernels.attention_merge import merge_, reference_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -5,8 +5,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.ranks import run_ranks
-from titanyaml.distributed import agree
-from titanyaml.distributed.agree import checksum
+from titanyaml.distributed import replica_checks
+from titanyaml.distributed.replica_checks import checksum
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import TitanError
@@ -46,7 +46,7 @@ def compare(rank: int, broken: str) -> str:
         "buffer": buffer,
     }
     try:
-        agree.refuse_different_replicas(named.items(), env)
+        replica_checks.refuse_different_replicas(named.items(), env)
     except TitanError as error:
         return error.message
     return ""
@@ -67,7 +67,7 @@ def test_copies_are_equal_and_shards_need_not_be(broken: str, message: str) -> N
 
 def streams(rank: int, data_ranks: list[int]) -> bool:
     try:
-        agree.refuse_equal_streams(0, data_ranks[rank], Env.from_environ("cpu"))
+        replica_checks.refuse_equal_streams(0, data_ranks[rank], Env.from_environ("cpu"))
     except TitanError:
         return False
     return True
@@ -81,7 +81,7 @@ def test_random_streams_follow_the_data_ranks(monkeypatch: pytest.MonkeyPatch) -
 def equal_streams(rank: int) -> bool:
     """Every data rank draws the same: what a seed without the rank would do."""
     patched = pytest.MonkeyPatch()
-    patched.setattr(agree.rng, "generator", lambda *names: torch.Generator().manual_seed(0))
+    patched.setattr(replica_checks.rng, "generator", lambda *names: torch.Generator().manual_seed(0))
     try:
         return streams(rank, [0, 1])
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titanyaml.kernels.jit import jit, operator, tl, wrap_triton
+from titanyaml.kernels.triton_support import jit, operator, tl, wrap_triton
 
 BLOCK, WARPS = 4096, 8
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanyaml.kernels import scale
+from titanyaml.kernels import multiply_by_scalar
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -14,6 +14,6 @@ def test_equals_plain_pytorch_to_the_bit(monkeypatch, device, dtype: torch.dtype
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     factor = torch.tensor(1 / 3, device=device)
     before = x.clone()
-    ours = scale.scaled(x, factor, fused=True)
-    assert torch.equal(ours, scale.scaled(x, factor, fused=False)) and torch.equal(x, before)
+    ours = multiply_by_scalar.scaled(x, factor, fused=True)
+    assert torch.equal(ours, multiply_by_scalar.scaled(x, factor, fused=False)) and torch.equal(x, before)
     assert torch.equal(ours, (x.double() * factor.double()).to(dtype)) or dtype == torch.float32

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
-from titanyaml.distributed import scaled_scatter  # noqa: F401 - registers the operator
+from titanyaml.distributed import float8_reduce_scatter  # noqa: F401 - registers the operator
 
 aten = torch.ops.aten
 

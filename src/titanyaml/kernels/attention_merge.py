@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titanyaml.kernels.jit import jit, next_power_of_2, tl
+from titanyaml.kernels.triton_support import jit, next_power_of_2, tl
 
 ROWS, WARPS = 16, 4
 

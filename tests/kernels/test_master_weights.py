@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from titanyaml.kernels.master import join, split_, split_off, store, whole
+from titanyaml.kernels.master_weights import join, split_, split_off, store, whole
 
 
 def numbers() -> torch.Tensor:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from titanyaml.errors import ConfigError
-from titanyaml.kernels import choice
-from titanyaml.kernels.choice import choose
+from titanyaml.kernels import kernel_choice
+from titanyaml.kernels.kernel_choice import choose
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -21,12 +21,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_choice(monkeypatch, name: str, device: torch.device, dtype: torch.dtype, fused: bool, reason: str) -> None:
-    monkeypatch.setattr(choice.jit, "triton", object())
-    assert choose(name, device=device, dtype=dtype) == choice.Choice(fused, reason)
+    monkeypatch.setattr(kernel_choice.triton_support, "triton", object())
+    assert choose(name, device=device, dtype=dtype) == kernel_choice.Choice(fused, reason)
 
 
 def test_without_triton(monkeypatch) -> None:
-    monkeypatch.setattr(choice.jit, "triton", None)
+    monkeypatch.setattr(kernel_choice.triton_support, "triton", None)
     assert not choose("auto", device=CUDA, dtype=torch.bfloat16).fused
     with pytest.raises(ConfigError, match="triton cannot be imported"):
         choose("fused", device=CUDA, dtype=torch.bfloat16)

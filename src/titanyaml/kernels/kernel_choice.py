@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from titanyaml.errors import ConfigError
-from titanyaml.kernels import jit
+from titanyaml.kernels import triton_support
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,6 @@ def _missing(device: torch.device, dtype: torch.dtype) -> str:
     """What the fused kernels lack here; empty where they run."""
     if device.type != "cuda":
         return f"computing on {device.type}"
-    if jit.triton is None:
+    if triton_support.triton is None:
         return "triton cannot be imported"
     return "computing in float64" if dtype == torch.float64 else ""
