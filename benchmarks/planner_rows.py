@@ -24,8 +24,8 @@ from omegaconf import OmegaConf
 
 from titanyaml.config import dump, schema
 from titanyaml.config.hydra import compose_hook, store
-from titanyaml.config.hydra.report import compose_report
-from titanyaml.config.nearest import keys_of
+from titanyaml.config.hydra.composition_report import compose_report
+from titanyaml.config.schema_keys import keys_of
 from titanyaml.planner.model import devices, from_config, memory, memory_of_kept, step
 from titanyaml.planner.model.inputs import Job, Mesh, Software
 from titanyaml.planner.model.shape import Shape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titanyaml.config import nearest, schema
-from titanyaml.config.kinds import spell
+from titanyaml.config import schema, schema_keys
+from titanyaml.config.scalar_types import spell
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- keys: written by docs/make_configuration.py -->\n", "<!-- end of keys -->\n"
@@ -26,11 +26,11 @@ _BOUNDS = (("low", ">="), ("above", ">"), ("high", "<="), ("below", "<"))
 def tables() -> str:
     """One table a section, in the order of the tree."""
     parts = []
-    for name, key in nearest.keys_of(schema.Config).items():
+    for name, key in schema_keys.keys_of(schema.Config).items():
         if key.is_section:
             parts.append(_section(f"`{name}`: {key.rules['doc']}", key.kind, f"{name}."))
     parts.append(_section("`optim.groups`: one of the list", schema.ParamGroup, ""))
-    user = nearest.keys_of(schema.Config)["user"]
+    user = schema_keys.keys_of(schema.Config)["user"]
     return "\n".join([*parts, f"### `user`: {user.rules['doc']}\n", "`+user.<name>=<value>` adds a key.\n"])
 
 
@@ -49,7 +49,7 @@ def _section(title: str, kind: type, prefix: str) -> str:
 
 def _rows(kind: type, prefix: str) -> list[str]:
     rows = []
-    for name, key in nearest.keys_of(kind).items():
+    for name, key in schema_keys.keys_of(kind).items():
         cells = [f"`{prefix}{name}`", _type(key), _default(key), _meaning(key, prefix)]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         if key.is_section:
@@ -57,7 +57,7 @@ def _rows(kind: type, prefix: str) -> list[str]:
     return rows
 
 
-def _type(key: nearest.Key) -> str:
+def _type(key: schema_keys.Key) -> str:
     choices = key.rules.get("choices")
     if choices:
         text = "list of " * (key.kind == list[str]) + ", ".join(f"`{spell(choice)}`" for choice in choices)
@@ -67,13 +67,13 @@ def _type(key: nearest.Key) -> str:
     return f"{text} {', '.join(bounds)}".rstrip() + (" or null" if key.optional else "")
 
 
-def _default(key: nearest.Key) -> str:
+def _default(key: schema_keys.Key) -> str:
     if key.default == schema.MISSING:
         return "the option says"
     return "`{}`" if key.default == {} else f"`{spell(key.default)}`"
 
 
-def _meaning(key: nearest.Key, prefix: str) -> str:
+def _meaning(key: schema_keys.Key, prefix: str) -> str:
     sibling, values = key.rules.get("when") or ("", [])
     condition = f" (read where `{prefix}{sibling}` is {' or '.join(map(spell, values))})" if sibling else ""
     return key.rules["doc"] + condition

@@ -201,9 +201,9 @@ def _give_up(cfg: DictConfig, typed: Typed, *, exit_code: int, interrupted: bool
 
 def _in_process(cfg: DictConfig, folder: Path, typed: Typed) -> float | None:
     """Call a runner that needs no ranks. One that writes nothing leaves no folder, unless it is a job of a sweep."""
-    from titanyaml.config import build
+    from titanyaml.config import instantiate
 
-    runner, plain = build.locate(cfg.runner._target_), cfg.runner.name in NO_TORCH
+    runner, plain = instantiate.locate(cfg.runner._target_), cfg.runner.name in NO_TORCH
     if not plain and not typed.sweep:
         _remove_empty(folder)
         runner(dump.to_dataclass(cfg), None, _environment())

@@ -8,7 +8,7 @@ import pytest
 
 from titanyaml import machine
 from titanyaml.config.hydra import compose_hook, store
-from titanyaml.config.hydra.report import compose_report
+from titanyaml.config.hydra.composition_report import compose_report
 
 
 @pytest.fixture

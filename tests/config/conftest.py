@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanyaml.config.hydra import compose_hook, store
-from titanyaml.config.hydra.report import Report, compose_report
+from titanyaml.config.hydra.composition_report import Report, compose_report
 from titanyaml.errors import Problem
 
 

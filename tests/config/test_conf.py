@@ -10,7 +10,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from titanyaml.config import build, nearest, schema
+from titanyaml.config import instantiate, schema, schema_keys
 
 REPO = Path(__file__).parents[2]
 CONF = REPO / "conf"
@@ -45,7 +45,7 @@ def test_every_option_composes_and_is_right(report, monkeypatch, group: str, opt
     result = report(f"{group}={option}", *COMPANIONS.get((group, option), []))
     assert not result.problems
     assert result.cfg.hydra.runtime.choices[group] == option
-    OmegaConf.to_container(OmegaConf.masked_copy(result.cfg, list(nearest.keys_of(schema.Config))), resolve=True)
+    OmegaConf.to_container(OmegaConf.masked_copy(result.cfg, list(schema_keys.keys_of(schema.Config))), resolve=True)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -72,7 +72,7 @@ def test_a_default_is_written_once(group: str, option: str) -> None:
     """A file holds its own group's keys, and only those that differ from the schema's default."""
     tree = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
     tree.pop("defaults", None)  # what an option chooses beside itself: test_an_option_chooses_for_others_openly
-    keys = nearest.keys_of(nearest.keys_of(schema.Config)[group].kind)
+    keys = schema_keys.keys_of(schema_keys.keys_of(schema.Config)[group].kind)
     assert set(tree) <= set(keys)
     assert not [name for name, value in tree.items() if value == keys[name].default]
 
@@ -94,7 +94,7 @@ def test_no_option_name_reads_as_something_else() -> None:
 
 def test_every_section_that_can_be_chosen_is_a_group() -> None:
     groups = {group for group, _ in OPTIONS}
-    sections = {key.name for key in nearest.keys_of(schema.Config).values() if key.is_section}
+    sections = {key.name for key in schema_keys.keys_of(schema.Config).values() if key.is_section}
     assert sections - groups == {"run", "sweep"}
     assert groups - sections == {"plugin"}, "whose options go to pipeline.plugins"
 
@@ -102,7 +102,7 @@ def test_every_section_that_can_be_chosen_is_a_group() -> None:
 @pytest.mark.parametrize("option", ["check", "plan", "train", "bench", "eval", "sample"])
 def test_runner_targets_take_what_runners_are_given(option: str) -> None:
     target = yaml.safe_load((CONF / "runner" / f"{option}.yaml").read_text())["_target_"]
-    function = build.locate(target)
+    function = instantiate.locate(target)
     assert function.__code__.co_varnames[: function.__code__.co_argcount] == ("config", "run", "env")
 
 
@@ -170,7 +170,7 @@ def test_sequence_length_follows_the_model(compose) -> None:
 def test_the_surface_grows_on_purpose() -> None:
     """tests/config/surface.txt lists every key; a new one is added there by hand."""
     listed = (Path(__file__).parent / "surface.txt").read_text().split()
-    assert list(nearest.schema_keys()) == listed
+    assert list(schema_keys.all_keys()) == listed
 
 
 def test_every_key_is_read_by_something() -> None:
@@ -182,5 +182,5 @@ def test_every_key_is_read_by_something() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             words |= {getattr(node, "attr", ""), getattr(node, "arg", None) or ""}
             words |= {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
-    unread = [key for key in nearest.schema_keys() if key.rpartition(".")[2] not in words]
+    unread = [key for key in schema_keys.all_keys() if key.rpartition(".")[2] not in words]
     assert unread == []

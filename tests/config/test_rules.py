@@ -44,7 +44,7 @@ def ask(compose, monkeypatch):
                 return {problem.key for problem in tree.problems + table.check_rules(tree.values)}
             return RULES[name].check(View(tree.values))
 
-    inspected = functools.cache(lambda overrides: table.inspect(compose(*overrides)))
+    inspected = functools.cache(lambda overrides: table.check_tree(compose(*overrides)))
     return asked
 
 
@@ -98,7 +98,7 @@ def test_a_check_of_split_masters_is_of_the_device_that_runs(ask, monkeypatch) -
 
 
 def test_the_shipped_default_keeps_every_rule(compose) -> None:
-    view = View(table.inspect(compose()).values)
+    view = View(table.check_tree(compose()).values)
     assert [rule.name for rule in table.RULES if rule.check(view) is not None] == []
 
 
@@ -298,7 +298,7 @@ def test_all_rules_are_asked_and_collected(compose) -> None:
 
 
 def test_a_rule_is_not_asked_about_a_key_that_is_wrong_itself(compose) -> None:
-    values = table.inspect(compose(*BYTES, "model.num_kv_heads=3")).values
+    values = table.check_tree(compose(*BYTES, "model.num_kv_heads=3")).values
     del values["model"]["num_heads"]
     with pytest.raises(Unknown):
         RULES["kv_heads_divide_heads"].check(View(values))

@@ -70,7 +70,7 @@ MODULES = [
 def test_no_module_and_no_check_imports_torch() -> None:
     imports = "; ".join(f"import titanyaml.config.{name}" for name in MODULES)
     program = (
-        f"import sys; {imports}; from titanyaml.config.hydra.report import compose_report; "
+        f"import sys; {imports}; from titanyaml.config.hydra.composition_report import compose_report; "
         "problems = compose_report(['ac=full', 'tokenizer=bytes', 'optim.lrr=1']).problems; "
         "assert len(problems) == 1, problems; assert 'torch' not in sys.modules"
     )

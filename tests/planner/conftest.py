@@ -12,9 +12,9 @@ from types import ModuleType
 import pytest
 from omegaconf import OmegaConf
 
-from titanyaml.config import dump, nearest, schema
+from titanyaml.config import dump, schema, schema_keys
 from titanyaml.config.hydra import compose_hook, store
-from titanyaml.config.hydra.report import compose_report
+from titanyaml.config.hydra.composition_report import compose_report
 from titanyaml.planner.model import devices
 from titanyaml.planner.model.inputs import TITANYAML, Job, Mesh
 from titanyaml.planner.model.shape import Shape
@@ -64,6 +64,6 @@ def configure() -> Callable[..., schema.Config]:
     def made(*overrides: str) -> schema.Config:
         report = compose_report(["runner=plan", "hardware=h200", *overrides], loader=loader)
         assert not report.problems
-        return dump.to_dataclass(OmegaConf.masked_copy(report.cfg, list(nearest.keys_of(schema.Config))))
+        return dump.to_dataclass(OmegaConf.masked_copy(report.cfg, list(schema_keys.keys_of(schema.Config))))
 
     return made

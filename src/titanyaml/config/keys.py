@@ -1,7 +1,7 @@
 """How a configuration key is written: its default, one line about it, and what the whole-tree check enforces.
 
-``key(...)`` attaches what ``config/check.py`` enforces beyond the type: legal choices, the range, and ``when``: the
-sibling key and the values for which this key is read at all. A key set to something other than its default while its
+``key(...)`` attaches what ``config/tree_check.py`` enforces beyond the type: legal choices, the range, and ``when``:
+the sibling key and the values for which this key is read at all. A key set to something other than its default while its
 ``when`` does not hold is refused: nothing that was typed is ignored.
 
 No tuples, no enums: OmegaConf 2.3 and 2.4 treat them differently.

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from titanyaml.config.kinds import spell
+from titanyaml.config.scalar_types import spell
 from titanyaml.errors import Problem
 
 #: Sides of a product are multiples of this: what the float8 GEMM takes; mxfp8 has one scale per 32 numbers.

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from titanyaml.config import schema
-from titanyaml.config.nearest import keys_of, nearest
+from titanyaml.config.schema_keys import keys_of, nearest
 from titanyaml.config.targets import check_target
 from titanyaml.errors import Problem
 

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from titanyaml.config.nearest import nearest
+from titanyaml.config.schema_keys import nearest
 from titanyaml.errors import Problem
 
 

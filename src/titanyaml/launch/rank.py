@@ -79,9 +79,9 @@ def perform(config: Config, run: RunDir, env: Env) -> int:
     Returns:
         EXIT_DONE or EXIT_PREEMPTED. Anything else is raised.
     """
-    from titanyaml.config import build
+    from titanyaml.config import instantiate
 
-    runner = build.locate(config.runner._target_)
+    runner = instantiate.locate(config.runner._target_)
     gc.enable()
     try:
         result = runner(config, run, env)

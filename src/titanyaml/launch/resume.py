@@ -12,8 +12,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from titanyaml.config import dump
+from titanyaml.config.checkpoint_config import override_key
 from titanyaml.config.schema import Config
-from titanyaml.config.trained import typed_key
 from titanyaml.errors import ConfigError, Problem
 from titanyaml.rundir import RunDir
 
@@ -108,7 +108,7 @@ def refuse_what_the_checkpoint_brings(config: Config, overrides: list[str]) -> N
     """
     if config.runner.checkpoint is None:
         return
-    typed = {typed_key(text): text for text in overrides}
+    typed = {override_key(text): text for text in overrides}
     problems = [
         Problem(key, f"is fixed by the checkpoint {config.runner.checkpoint}", hint=f"leave out {text}")
         for key, text in typed.items()

@@ -25,8 +25,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from titanyaml.config.hydra import search_path, store
+from titanyaml.config.hydra.composition_report import compose_report
 from titanyaml.config.hydra.origins import File
-from titanyaml.config.hydra.report import compose_report
 from titanyaml.errors import ConfigError, Problem
 
 _LINE = "1.3."

@@ -11,8 +11,8 @@ from hydra.errors import HydraException
 
 from titanyaml.config import schema
 from titanyaml.config.degrees import meant_mesh_name
-from titanyaml.config.kinds import BAD, spell, to_kind
-from titanyaml.config.nearest import find_key, keys_of, nearest, nearest_key, schema_keys
+from titanyaml.config.scalar_types import BAD, spell, to_kind
+from titanyaml.config.schema_keys import all_keys, find_key, keys_of, nearest, nearest_key
 from titanyaml.errors import Problem
 
 #: Groups without a section; there may be no option of them at all.
@@ -252,6 +252,6 @@ def _check_plugin_key(name: str, value: str, override: Override) -> Problem | No
 def _near_group(name: str, loader: Any) -> str:
     groups = {*keys_of(schema.Config), *loader.groups()} - {"hydra"}
     return (
-        next((key for key in schema_keys() if key.endswith(f".{name}")), "")
+        next((key for key in all_keys() if key.endswith(f".{name}")), "")
         or (nearest(name, groups) or [nearest_key(name)])[0]
     )

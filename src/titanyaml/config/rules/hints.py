@@ -7,8 +7,8 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from titanyaml.config import schema
-from titanyaml.config.kinds import spell
-from titanyaml.config.nearest import keys_of
+from titanyaml.config.scalar_types import spell
+from titanyaml.config.schema_keys import keys_of
 
 
 def switch(c: Any, way: str, **changed: Any) -> str:

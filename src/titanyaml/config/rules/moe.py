@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from titanyaml.config.kinds import spell
 from titanyaml.config.ranks import degree
 from titanyaml.config.rules.view import Rule, into, nearest_numbers, ways
+from titanyaml.config.scalar_types import spell
 from titanyaml.config.schema import MoE
 from titanyaml.errors import Problem
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from titanyaml.config import schema
-from titanyaml.config.kinds import spell
-from titanyaml.config.nearest import keys_of
 from titanyaml.config.ranks import degree, does, world_size
 from titanyaml.config.rules.mesh import sharing_ranks
 from titanyaml.config.rules.view import Rule, into, nearest_numbers, ways
+from titanyaml.config.scalar_types import spell
+from titanyaml.config.schema_keys import keys_of
 from titanyaml.errors import Problem
 from titanyaml.pipeline_schedule import actions, stages
-from titanyaml.pipeline_schedule.kinds import KINDS
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
 from titanyaml.pipeline_schedule.validate import first_violation
 
 RULES: list[Rule] = []
@@ -51,10 +51,10 @@ def _num_stages(c: Any) -> int | None:
     """Stages of the whole pipeline; None where another rule speaks."""
     if c.parallel.pp_schedule_csv is not None:
         grid = _grid(c)
-        return None if grid is None or first_violation(grid, ranks=_ranks(c)) else len(actions.placement(grid))
-    kind = KINDS[c.parallel.pp_schedule]
-    per_rank = kind.per_rank(c.parallel.pp_stages_per_rank)
-    return per_rank * _ranks(c) if kind.allows(per_rank) else None
+        return None if grid is None or first_violation(grid, ranks=_ranks(c)) else len(actions.stage_owners(grid))
+    kind = SCHEDULE_KINDS[c.parallel.pp_schedule]
+    per_rank = kind.stages_per_rank(c.parallel.pp_stages_per_rank)
+    return per_rank * _ranks(c) if kind.allows_stages(per_rank) else None
 
 
 def _forwards(c: Any) -> int | None:
@@ -114,15 +114,15 @@ def pipeline_ranks_split_something(c: Any) -> Problem | None:
 
 @rule("parallel", "launch")
 def pipeline_stages_fit_schedule(c: Any) -> Problem | None:
-    kind, asked = KINDS[c.parallel.pp_schedule], c.parallel.pp_stages_per_rank
-    if c.parallel.pp_schedule_csv is not None or not _runs(c) or asked is None or kind.allows(asked):
+    kind, asked = SCHEDULE_KINDS[c.parallel.pp_schedule], c.parallel.pp_stages_per_rank
+    if c.parallel.pp_schedule_csv is not None or not _runs(c) or asked is None or kind.allows_stages(asked):
         return None
-    others = [name for name, other in KINDS.items() if other.allows(asked)]
+    others = [name for name, other in SCHEDULE_KINDS.items() if other.allows_stages(asked)]
     return Problem(
         "parallel.pp_stages_per_rank",
         f"is {asked}, which {kind.name} cannot run",
-        allowed=str(kind.fewest) if kind.most else f"{kind.fewest} or more",
-        hint=f"parallel.pp_stages_per_rank={kind.fewest} or parallel.pp_schedule={others[0]}",
+        allowed=str(kind.min_stages) if kind.max_stages else f"{kind.min_stages} or more",
+        hint=f"parallel.pp_stages_per_rank={kind.min_stages} or parallel.pp_schedule={others[0]}",
     )
 
 
@@ -153,7 +153,7 @@ def pipeline_stages_share_the_layers(c: Any) -> Problem | None:
     if count is None or count > layers or not given:
         return None
     try:
-        stages.given(
+        stages.split_as_configured(
             layers,
             count,
             names=c.parallel.pp_stages,
@@ -161,7 +161,7 @@ def pipeline_stages_share_the_layers(c: Any) -> Problem | None:
             last_less=c.parallel.pp_last_stage_less_layers,
         )
     except ValueError as error:
-        even = ",".join(map(str, stages.even(layers, count)))
+        even = ",".join(map(str, stages.split_evenly(layers, count)))
         hint = _unset(given) if given[0] != "pp_stages" else f"parallel.pp_stages=[{even}] or {_unset(given)}"
         return Problem(
             f"parallel.{given[0]}",
@@ -177,18 +177,18 @@ def pipeline_is_full(c: Any) -> Problem | None:
     count = _forwards(c) if _runs(c) and c.parallel.pp_schedule_csv is None else None
     if count is None:
         return None
-    kind, ranks = KINDS[c.parallel.pp_schedule], _ranks(c)
-    if kind.fills(count, ranks=ranks):
+    kind, ranks = SCHEDULE_KINDS[c.parallel.pp_schedule], _ranks(c)
+    if kind.is_filled_by(count, ranks=ranks):
         return None
     unit = c.train.global_batch // count
-    near = nearest_numbers(count, [n for n in range(1, count + 2 * ranks + 1) if kind.fills(n, ranks=ranks)])
-    rounds = f" in rounds of equal size, {ranks} or more in each" if kind.rounds else ""
+    near = nearest_numbers(count, [n for n in range(1, count + 2 * ranks + 1) if kind.is_filled_by(n, ranks=ranks)])
+    rounds = f" in rounds of equal size, {ranks} or more in each" if kind.needs_whole_rounds else ""
     return Problem(
         "train.global_batch",
         f"is {c.train.global_batch}: {count} microbatch{'es' * (count > 1)} of "
         f"{unit} sequences do not fill {kind.name} on {ranks} ranks",
         hint=ways("train.global_batch", [unit * number for number in near]),
-        allowed=f"{kind.smallest(ranks)} microbatches or more{rounds}",
+        allowed=f"{kind.min_microbatches(ranks)} microbatches or more{rounds}",
     )
 
 
@@ -238,10 +238,10 @@ def pipeline_ends_share_a_weight(c: Any) -> Problem | None:
     if grid is not None:
         if first_violation(grid, ranks=_ranks(c)):
             return None
-        owners = actions.placement(grid)
+        owners = actions.stage_owners(grid)
         joined, name = owners[0] == owners[-1], c.parallel.pp_schedule_csv
     else:
-        joined, name = KINDS[c.parallel.pp_schedule].placement == "v", c.parallel.pp_schedule
+        joined, name = SCHEDULE_KINDS[c.parallel.pp_schedule].placement == "v", c.parallel.pp_schedule
     if not joined or c.parallel.pp_schedule_csv is not None and grid is None:
         return None
     way = "parallel.pp_schedule_csv=null" if grid is not None else "parallel.pp_schedule=InterleavedZeroBubble"
@@ -259,7 +259,7 @@ def _splits(c: Any) -> str:
     if not _runs(c):
         return ""
     if c.parallel.pp_schedule_csv is None:
-        return "parallel.pp_schedule=Interleaved1F1B" if KINDS[c.parallel.pp_schedule].splits else ""
+        return "parallel.pp_schedule=Interleaved1F1B" if SCHEDULE_KINDS[c.parallel.pp_schedule].splits_backward else ""
     split = any(action.kind == "I" for row in actions.orders(_grid(c) or []) for action in row)
     return "parallel.pp_schedule_csv=null" if split else ""
 

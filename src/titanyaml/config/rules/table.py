@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from titanyaml.config.check import inspect
+from titanyaml.config.checkpoint_config import with_checkpoint_config
 from titanyaml.config.rules import (
     activation_checkpointing,
     async_tp,
@@ -29,7 +29,7 @@ from titanyaml.config.rules import (
     train,
 )
 from titanyaml.config.rules.view import Rule, Unknown, View
-from titanyaml.config.trained import with_trained
+from titanyaml.config.tree_check import check_tree
 from titanyaml.errors import Problem
 
 RULES: tuple[Rule, ...] = (
@@ -57,7 +57,7 @@ def check_rules(cfg: DictConfig | dict[str, Any]) -> list[Problem]:
     Args:
         cfg: a composed tree, or the resolved values of one (``check.Tree.values``).
     """
-    view = View(with_trained(inspect(cfg).values if isinstance(cfg, DictConfig) else cfg))
+    view = View(with_checkpoint_config(check_tree(cfg).values if isinstance(cfg, DictConfig) else cfg))
     problems = []
     for rule in RULES:
         try:

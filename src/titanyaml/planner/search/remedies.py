@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanyaml.config import schema
-from titanyaml.config.kinds import spell
+from titanyaml.config.scalar_types import spell
 from titanyaml.config.rules import table
 from titanyaml.config.schema import Config
 from titanyaml.planner.model import from_config, memory, memory_of_kept, step
 from titanyaml.planner.model.inputs import Job
 from titanyaml.planner.model.memory import Memory
 from titanyaml.planner.model.plan import Plan
-from titanyaml.planner.search import candidates
-from titanyaml.planner.search.candidates import Candidate
+from titanyaml.planner.search import remedy_candidates
+from titanyaml.planner.search.remedy_candidates import Candidate
 
 #: How many are named.
 NAMED = 3
@@ -78,7 +78,7 @@ def changes(
     if made.fits and limit_gib is None:
         return Ways([])
     tried = _Tried(config, limit_gib or made.limit_gib, hardware, cluster)
-    levers = candidates.levers(config)
+    levers = remedy_candidates.levers(config)
     tried.all(itertools.chain.from_iterable(levers))
     tried.all(
         one.joined(other) for some, others in itertools.combinations(levers, 2) for one in some for other in others
@@ -86,10 +86,10 @@ def changes(
     strongest = [ways[-1] for ways in levers]
     if len(tried.kinds) < NAMED:
         tried.all(one.joined(two).joined(three) for one, two, three in itertools.combinations(strongest, 3))
-    tried.meshes(candidates.meshes(config), levers)
+    tried.meshes(remedy_candidates.meshes(config), levers)
     times, grown = 2, 0
-    while times <= candidates.most_times(config) and grown < (1 if len(tried.kinds) > NAMED else NAMED):
-        grown += tried.meshes(candidates.larger(config, times), levers)
+    while times <= remedy_candidates.most_times(config) and grown < (1 if len(tried.kinds) > NAMED else NAMED):
+        grown += tried.meshes(remedy_candidates.larger(config, times), levers)
         times *= 2
     each = 1 if len(tried.fitting) >= NAMED else NAMED
     found = [one for sort in tried.fitting for one in tried.fastest(sort, made, each)]
@@ -125,7 +125,7 @@ class _Tried:
         for mesh in many:
             beside = [ways[-1] for ways in levers if ways[-1].kinds & _BESIDE]
             if mesh.values.get("parallel.pp", 1) > 1:
-                beside.append(candidates.FREED)
+                beside.append(remedy_candidates.FREED)
             if not self.fits(_joined(mesh, beside), note=False):
                 continue
             for number in range(len(beside) + 1):

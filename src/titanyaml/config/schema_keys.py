@@ -67,13 +67,13 @@ def _key(field: dataclasses.Field, hint: Any) -> Key:
 
 
 @cache
-def schema_keys(section: type = schema.Config, prefix: str = "") -> tuple[str, ...]:
+def all_keys(section: type = schema.Config, prefix: str = "") -> tuple[str, ...]:
     """All dotted keys, sections included."""
     found: list[str] = []
     for name, key in keys_of(section).items():
         found.append(prefix + name)
         if key.is_section:
-            found += schema_keys(key.kind, f"{prefix}{name}.")
+            found += all_keys(key.kind, f"{prefix}{name}.")
     return tuple(found)
 
 
@@ -109,7 +109,7 @@ def nearest_key(dotted: str) -> str:
     """
     parent, _, leaf = dotted.rpartition(".")
     prefix = f"{parent}." if parent else ""
-    known = schema_keys()
+    known = all_keys()
     if leaf in ELSEWHERE:
         return ELSEWHERE[leaf]
     elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]

@@ -8,18 +8,18 @@ from typing import Any
 import yaml
 
 
-def typed_key(override: str) -> str:
+def override_key(override: str) -> str:
     """The key or group that an override names: ``+model@x=y`` -> ``model``."""
     return override.lstrip("+~").split("=", 1)[0].split("@")[0]
 
 
-def home_of(checkpoint: str) -> Path:
+def run_folder_of(checkpoint: str) -> Path:
     """The run folder of a checkpoint, which is itself or two above; it may hold no config.yaml."""
     path = Path(checkpoint).expanduser()
     return path if (path / "config.yaml").is_file() else path.parent.parent
 
 
-def with_trained(values: dict[str, Any]) -> dict[str, Any]:
+def with_checkpoint_config(values: dict[str, Any]) -> dict[str, Any]:
     """Values of a tree whose runner reads a checkpoint, with the model, tokenizer and sequence length that it brings.
 
     Left as they are where there is none or its file cannot be read: that is told by whoever reads it.
@@ -28,7 +28,7 @@ def with_trained(values: dict[str, Any]) -> dict[str, Any]:
     if runner.get("name") not in ("eval", "sample") or not runner.get("checkpoint"):
         return values
     try:
-        trained = yaml.safe_load((home_of(runner["checkpoint"]) / "config.yaml").read_text(encoding="utf-8"))
+        trained = yaml.safe_load((run_folder_of(runner["checkpoint"]) / "config.yaml").read_text(encoding="utf-8"))
         brought = {group: {**values[group], **trained[group]} for group in ("model", "tokenizer")}
         brought["train"] = values["train"] | {"seq_len": trained["train"]["seq_len"]}
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):

@@ -14,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from titanyaml.config import schema
-from titanyaml.config.kinds import BAD, assign, describe, kind_hint, spell, to_kind
-from titanyaml.config.nearest import Key, keys_of, nearest, nearest_key
 from titanyaml.config.plugin_nodes import check_plugins, check_runner
 from titanyaml.config.rules.hints import unread_then
+from titanyaml.config.scalar_types import BAD, assign, describe, kind_hint, spell, to_kind
+from titanyaml.config.schema_keys import Key, keys_of, nearest, nearest_key
 from titanyaml.errors import Problem
 
 _REFERENCE = re.compile(r"(?<!\\)\$\{\s*([A-Za-z_][\w.]*)\s*\}")
@@ -52,12 +52,7 @@ class Tree:
     bad: set[str] = field(default_factory=set)
 
 
-def check_tree(cfg: DictConfig) -> list[Problem]:
-    """All problems of a composed tree that its schema shows, without the rules between keys."""
-    return inspect(cfg).problems
-
-
-def inspect(cfg: DictConfig, *, partial: bool = False) -> Tree:
+def check_tree(cfg: DictConfig, *, partial: bool = False) -> Tree:
     """Walk the tree.
 
     Args:

@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from titanyaml.config import schema
-from titanyaml.config.check import Tree, inspect
 from titanyaml.config.hydra.origins import Origins
 from titanyaml.config.hydra.overrides import Typed, check_overrides, check_swept_keys
-from titanyaml.config.nearest import find_key, keys_of, nearest
 from titanyaml.config.rules.table import check_rules
+from titanyaml.config.schema_keys import find_key, keys_of, nearest
+from titanyaml.config.tree_check import Tree, check_tree
 from titanyaml.errors import Problem
 
 # What Hydra, OmegaConf and PyYAML raise for what a user wrote.
@@ -67,7 +67,7 @@ def compose_report(
     cfg = _compose(loader, typed, problems, multirun=multirun)
     if cfg is None:
         return Report(None, _unique(problems))
-    tree = inspect(OmegaConf.masked_copy(cfg, [name for name in cfg if name != "hydra"]), partial=multirun)
+    tree = check_tree(OmegaConf.masked_copy(cfg, [name for name in cfg if name != "hydra"]), partial=multirun)
     problems += [problem for problem in tree.problems if not _hidden(problem.key, typed)]
     if multirun:
         params = OmegaConf.select(cfg, "hydra.sweeper.params") or {}
@@ -209,7 +209,7 @@ def _with_ways_on(problem: Problem, cfg: DictConfig, left_out: set[str], known: 
             if "." not in key:
                 return True  # an option: only a composition would tell
             OmegaConf.update(changed, key, yaml.safe_load(value))
-        tree = inspect(changed)
+        tree = check_tree(changed)
         found = [*tree.problems, *check_rules(_without(tree.values, left_out))]
         return all((one.key, one.message) in told for one in found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from titanyaml.config import check, schema
+from titanyaml.config import schema, tree_check
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ def inspect():
         resolve=False,
     )
 
-    def walked(values: dict | None = None, *, partial: bool = False) -> check.Tree:
+    def walked(values: dict | None = None, *, partial: bool = False) -> tree_check.Tree:
         cfg = OmegaConf.create(base)
         for key, value in (values or {}).items():
             OmegaConf.update(cfg, key, value, force_add=True)
-        return check.inspect(cfg, partial=partial)
+        return tree_check.check_tree(cfg, partial=partial)
 
     return walked
 
@@ -266,6 +266,6 @@ def test_the_common_part_of_a_sweep_may_be_unfinished(inspect) -> None:
     assert [p.key for p in inspect({**values, "optim.lrr": 1}, partial=True).problems] == ["optim.lrr"]
 
 
-def test_check_tree_of_a_typed_tree(compose) -> None:
-    assert check.check_tree(compose("+optim.lrr=1"))[0].key == "optim.lrr"
-    assert check.check_tree(compose()) == []
+def test_a_typed_tree_is_checked_too(compose) -> None:
+    assert [p.key for p in tree_check.check_tree(compose("+optim.lrr=1")).problems] == ["optim.lrr"]
+    assert tree_check.check_tree(compose()).problems == []

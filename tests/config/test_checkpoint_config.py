@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from titanyaml.config import dump
+from titanyaml.config.checkpoint_config import with_checkpoint_config
 from titanyaml.config.rules import table
-from titanyaml.config.trained import with_trained
 
 EVAL = ["tokenizer=bytes", "tracker=none", "runner=eval"]
 
@@ -28,8 +28,8 @@ def test_a_mesh_is_checked_against_the_checkpoints_model(compose, trained: Path,
 
 
 def test_nothing_is_brought_where_nothing_is_read(compose, trained: Path) -> None:
-    values = table.inspect(compose("tokenizer=bytes")).values
-    assert with_trained(values) is values
+    values = table.check_tree(compose("tokenizer=bytes")).values
+    assert with_checkpoint_config(values) is values
     (trained / "config.yaml").write_text("model: [")
-    values = table.inspect(compose(*EVAL, f"runner.checkpoint={trained}")).values
-    assert with_trained(values) is values
+    values = table.check_tree(compose(*EVAL, f"runner.checkpoint={trained}")).values
+    assert with_checkpoint_config(values) is values

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from titanyaml.config import schema
-from titanyaml.config.nearest import Key
+from titanyaml.config.schema_keys import Key
 
 BAD: Any = object()  # stands for a value that has a problem
 

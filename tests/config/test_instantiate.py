@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from titanyaml.config import build
+from titanyaml.config import instantiate
 from titanyaml.errors import ConfigError, DataError
 
 
@@ -29,19 +29,19 @@ def test_reserved_keys_are_no_arguments() -> None:
         "_requires_": [],
         "_conflicts_": [],
     }
-    assert build.instantiate(node) == Fraction(3, 4)
+    assert instantiate.instantiate(node) == Fraction(3, 4)
     assert len(node) == 8, "the node itself is not changed"
 
 
 def test_call_arguments_keep_their_identity() -> None:
     shared = object()
-    assert build.instantiate({"_target_": "types.SimpleNamespace"}, thing=shared).thing is shared
+    assert instantiate.instantiate({"_target_": "types.SimpleNamespace"}, thing=shared).thing is shared
 
 
 @pytest.mark.parametrize(("target", "found"), [("fractions.Fraction", Fraction), ("datetime.datetime.now", None)])
 def test_locate(target: str, found) -> None:
-    assert found is None or build.locate(target) is found
-    assert callable(build.locate(target))
+    assert found is None or instantiate.locate(target) is found
+    assert callable(instantiate.locate(target))
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,14 @@ def test_locate(target: str, found) -> None:
 )
 def test_locate_says_what_is_missing(target: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        build.locate(target)
+        instantiate.locate(target)
 
 
 def test_a_module_that_fails_by_itself_is_not_called_missing(tmp_path, monkeypatch) -> None:
     (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        build.locate("needs_more.Thing")
+        instantiate.locate("needs_more.Thing")
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_a_module_that_fails_by_itself_is_not_called_missing(tmp_path, monkeypat
 )
 def test_instantiate_explains(node: dict, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        build.instantiate(node)
+        instantiate.instantiate(node)
 
 
 def test_our_own_errors_pass_through() -> None:
     with pytest.raises(DataError, match="negative"):
-        build.instantiate({"_target_": HERE, "size": -1})
+        instantiate.instantiate({"_target_": HERE, "size": -1})
