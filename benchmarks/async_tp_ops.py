@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from titanyaml.distributed import async_tp_times, compat, compat_async_tp
-from titanyaml.distributed.async_tp_times import Place
+from titanyaml.distributed.async_tp_times import CollectivePlace
 from titanyaml.distributed.env import Env, start, stop
 from titanyaml.distributed.tensor import TensorGroup, gather_sequence
 
@@ -77,7 +77,7 @@ def _block(sizes: tuple[int, ...], group: TensorGroup, env: Env, clock: async_tp
     return rows
 
 
-def _float8(place: Place, group: TensorGroup, batch: int, env: Env) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _float8(place: CollectivePlace, group: TensorGroup, batch: int, env: Env) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A gather in bfloat16 and a cast of the whole; a cast of the slice and a gather of its bytes; then products."""
     narrow, one = torch.float8_e4m3fn, torch.ones((), device=env.device)
     x_BSK = torch.randn(batch, place.tokens // batch // group.size, place.inner, device=env.device).bfloat16()

@@ -32,7 +32,7 @@ from titanyaml.kernels import (
     float8_transpose,
     square_sum,
 )
-from titanyaml.kernels.master_weights import join, split_off
+from titanyaml.kernels.master_weights import join, split_master
 from titanyaml.loss import IGNORE_INDEX, chunked_cross_entropy
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -169,7 +169,7 @@ def bench_sharded_cross_entropy(bench: Bench) -> dict[str, Any]:
     shards = {first: whole[:, first : first + columns].contiguous() for first in (0, columns)}
 
     def parts(first: int) -> Tensor:
-        return cross_entropy.shard_parts(shards[first], labels, first=first)
+        return cross_entropy.shard_log_sum_exps(shards[first], labels, first=first)
 
     def finish(first: int, *, gradient: bool = True) -> Tensor:
         return cross_entropy.sharded_cross_entropy_(
@@ -204,7 +204,7 @@ def bench_sharded_cross_entropy(bench: Bench) -> dict[str, Any]:
 def _split_ms(bench: Bench, state: list[Tensor], grad: Tensor, clip: Tensor, factors: adamw.Factors) -> float:
     """Milliseconds of the same update of a split master, which must be that of weight, master and moments."""
     weight, _, *moments = (tensor.clone() for tensor in state)
-    remainder = split_off(state[1], weight)
+    remainder = split_master(state[1], weight)
     adamw.adamw_(weight, remainder, grad, *moments, clip, factors)
     adamw.adamw_(state[0], state[1], grad, *state[2:], clip, factors)
     bench.same("adamw: a split master is the float32 one", join(weight, remainder), state[1])
@@ -300,7 +300,7 @@ def bench_float8_linear(bench: Bench) -> dict[str, Any]:
             name = f"{recipe} {'fast' if fast else 'slow'} {str(dtype)[-4:]}"
             options: dict[str, Any] = {"recipe": recipe, "fast_accum": fast, "grad_dtype": dtype}
             fused, unfused = (
-                functools.partial(float8_linear.float8_linear, options=float8_linear.Options(**options, fused=f))
+                functools.partial(float8_linear.float8_linear, options=float8_linear.Float8Options(**options, fused=f))
                 for f in (True, False)
             )
             try:
@@ -352,10 +352,10 @@ def bench_float8_shards(bench: Bench) -> dict[str, Any]:
                 name = f"ms_programs_{programs}_tile_{tile}" if fused else "torch_ms"
                 result[name] = bench.ms(lambda copies=copies: copies.cast(copies.largest()))
     x = bench.randn(bench.ffn, bench.dim).to(E4M3)
-    turned = functools.partial(float8_transpose.float8_turn, x, after=x)
-    bench.same("float8_turn", turned(fused=True), turned(fused=False))
+    turned = functools.partial(float8_transpose.transpose_float8, x, after=x)
+    bench.same("transpose_float8", turned(fused=True), turned(fused=False))
     for tile, warps in ((128, 8), (128, 4), (64, 4)):
-        with constants(float8_turn, TILE=tile, WARPS=warps):
+        with constants(float8_transpose, TILE=tile, WARPS=warps):
             result[f"turn_ms_tile_{tile}_warps_{warps}"] = bench.ms(lambda: turned(fused=True))
     return result | {"turn_torch_ms": bench.ms(lambda: turned(fused=False)), "turn_copy_ms": bench.ms(x.clone)}
 

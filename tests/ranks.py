@@ -216,7 +216,7 @@ def _forget_groups() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from titanyaml.distributed import compat
 
-        compat.forget_meshes()
+        compat.clear_mesh_caches()
     gc.collect()
 
 

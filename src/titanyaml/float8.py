@@ -26,7 +26,7 @@ CHECKED = "0.17 and 0.18"
 _NOISY = ("torchao", "torch.utils._pytree")
 
 
-class Float8Product:
+class Float8Matmul:
     """x @ weight^T (+ bias) with the operands of the three products of a step cast to float8.
 
     Scales are those of the tensors that it is given, of a rank's shard where that is one. With scales per row the
@@ -72,13 +72,13 @@ class Float8Product:
     def _weight_dtype(self) -> torch.dtype:
         return self.config.cast_config_weight.target_dtype
 
-    def gathered(self, weight: nn.Parameter) -> nn.Parameter:
+    def wrap_for_gather(self, weight: nn.Parameter) -> nn.Parameter:
         """The same weight as a parameter that FSDP casts to float8, with one scale, before it gathers it."""
         wrapper = _import("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
         return nn.Parameter(wrapper(weight.detach(), self.gemms, self._weight_dtype), weight.requires_grad)
 
 
-class MXProduct:
+class MXMatmul:
     """x @ weight^T (+ bias) with operands in mxfp8: e4m3 with one power-of-two scale per 32 numbers along the sum.
 
     Args:
@@ -98,7 +98,7 @@ class MXProduct:
         }
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As ``Float8Product.__call__``."""
+        """As ``Float8Matmul.__call__``."""
         out = self._multiply(x, weight, **self._options)
         return out if bias is None else out + bias
 
@@ -108,12 +108,12 @@ def precompute_scales(weights: list[Tensor]) -> None:
     """Compute the scales of all weights that FSDP gathers in float8 with one reduction, for their next gatherings.
 
     Args:
-        weights: DTensors made by ``Float8Product.gathered`` and sharded by FSDP.
+        weights: DTensors made by ``Float8Matmul.wrap_for_gather`` and sharded by FSDP.
     """
     mesh = weights[0].device_mesh
     [shards] = [i for i, name in enumerate(mesh.mesh_dim_names) if name not in ("dp_replicate", "tp")]
-    inner = [compat.shard_itself(weight) for weight in weights]
-    amax = torch.stack([shard.abs().max() if shard.numel() else shard.new_zeros(()) for shard in map(plain, inner)])
+    inner = [compat.local_shard_object(weight) for weight in weights]
+    amax = torch.stack([shard.abs().max() if shard.numel() else shard.new_zeros(()) for shard in map(unwrap, inner)])
     amax = compat.all_reduce(amax, "max", mesh.get_group(shards).group_name)
     to_scale = _import("torchao.float8.float8_utils").amax_to_scale
     for shard, scale in zip(inner, to_scale(amax, inner[0]._dtype), strict=True):
@@ -121,11 +121,11 @@ def precompute_scales(weights: list[Tensor]) -> None:
 
 
 def is_gathered_in_float8(tensor: Tensor) -> bool:
-    """Whether a parameter was made by ``Float8Product.gathered``; of a DTensor, its shard."""
+    """Whether a parameter was made by ``Float8Matmul.wrap_for_gather``; of a DTensor, its shard."""
     return hasattr(tensor.to_local() if isinstance(tensor, DTensor) else tensor, "fsdp_pre_all_gather")
 
 
-def plain(tensor: Tensor) -> Tensor:
+def unwrap(tensor: Tensor) -> Tensor:
     """The high-precision tensor inside a weight that is gathered in float8, sharing memory; any other as it is."""
     if not is_gathered_in_float8(tensor):
         return tensor

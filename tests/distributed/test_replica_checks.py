@@ -6,9 +6,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.ranks import run_ranks
 from titanyaml.distributed import replica_checks
-from titanyaml.distributed.replica_checks import checksum
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
+from titanyaml.distributed.replica_checks import checksum
 from titanyaml.errors import TitanError
 
 
@@ -28,7 +28,7 @@ def test_a_checksum_sees_every_bit_and_the_order(dtype: torch.dtype) -> None:
 def test_a_checksum_in_chunks_is_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000)
     whole = checksum(tensor)
-    monkeypatch.setattr(agree, "_CHUNK", 7)
+    monkeypatch.setattr(replica_checks, "_CHUNK", 7)
     assert checksum(tensor) == whole
 
 
@@ -46,7 +46,7 @@ def compare(rank: int, broken: str) -> str:
         "buffer": buffer,
     }
     try:
-        replica_checks.refuse_different_replicas(named.items(), env)
+        replica_checks.check_replicas_match(named.items(), env)
     except TitanError as error:
         return error.message
     return ""
@@ -67,7 +67,7 @@ def test_copies_are_equal_and_shards_need_not_be(broken: str, message: str) -> N
 
 def streams(rank: int, data_ranks: list[int]) -> bool:
     try:
-        replica_checks.refuse_equal_streams(0, data_ranks[rank], Env.from_environ("cpu"))
+        replica_checks.check_random_streams(0, data_ranks[rank], Env.from_environ("cpu"))
     except TitanError:
         return False
     return True

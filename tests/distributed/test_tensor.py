@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run_ranks
 from titanyaml.distributed import tensor
-from titanyaml.distributed.tensor import TensorGroup, own_rows, sum_gradient
+from titanyaml.distributed.tensor import TensorGroup, all_reduce_gradient, local_rows
 
 RANKS = 3
 
@@ -52,9 +52,9 @@ def test_scattered_sums_get_the_whole_gradient() -> None:
 
 def test_sums_and_their_reverse() -> None:
     summands, equal = tensors(0, 2, 5), tensors(1, 2, 5)[:1] * RANKS
-    outs, grads = run("sum_parts", summands, equal)
+    outs, grads = run("all_reduce_sum", summands, equal)
     assert same(outs, [sum(summands)] * RANKS) and same(grads, equal)
-    outs, grads = run("sum_gradient", equal, summands)
+    outs, grads = run("all_reduce_gradient", equal, summands)
     assert same(outs, equal) and same(grads, [sum(summands)] * RANKS)
 
 
@@ -63,7 +63,7 @@ def wide_sum(rank: int) -> Tensor:
     group = TensorGroup.of(init_device_mesh("cpu", (RANKS,)))
     x = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.tensor([1.0 if rank == 0 else 2**-8], dtype=torch.bfloat16)
-    sum_gradient(x, group, dtype=torch.float32).backward(grad)
+    all_reduce_gradient(x, group, dtype=torch.float32).backward(grad)
     return x.grad
 
 
@@ -73,6 +73,6 @@ def test_gradients_are_summed_in_the_given_dtype() -> None:
 
 def test_rows_of_one_rank_and_of_none() -> None:
     ids = torch.tensor([0, 3, 4, 7, 8, 11, 12, -1])
-    rows, mine = own_rows(ids, rows=4, rank=1, size=3)
+    rows, mine = local_rows(ids, rows=4, rank=1, size=3)
     assert rows.tolist() == [0, 0, 0, 3, 0, 0, 4, 4], "an id of no rank gets a row that does not exist"
     assert mine.tolist() == [False, False, True, True, False, False, False, False]

@@ -13,10 +13,10 @@ from titanyaml.distributed.norm import clip_factor, grad_norm
 from titanyaml.errors import NonFiniteError
 from titanyaml.kernels import adamw
 from titanyaml.kernels.adamw import Factors, adamw_, reference_
-from titanyaml.kernels.master_weights import join, split_off
+from titanyaml.kernels.master_weights import join, split_master
 from titanyaml.optim import AdamW, build
-from titanyaml.optim.fused import FusedAdamW
-from titanyaml.runner.step import TrainStep
+from titanyaml.optim.triton_adamw import TritonAdamW
+from titanyaml.runner.train_step import TrainStep
 
 SPEC = Optim(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 LRS = [1e-2, 3e-2, 0.0, 2e-2, 1e-2]
@@ -55,7 +55,7 @@ def test_a_split_master_is_the_float32_one(device, update) -> None:
     whole, moments = draw(), [torch.zeros(7, 45, device=device) for _ in range(4)]
     whole[0, :4] = torch.tensor([3.4e38, float("nan"), -0.0, 1e-40])
     weight, stored = (torch.empty_like(whole, dtype=torch.bfloat16) for _ in range(2))
-    remainder = split_off(whole, weight)
+    remainder = split_master(whole, weight)
     for step, lr in enumerate(LRS, 1):
         grad, clip = draw().bfloat16(), torch.tensor(0.3, device=device)
         factors = Factors.at(step, lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -86,7 +86,7 @@ def trained(
     model = Toy(dtype).to(device)
     masters = {n: p.detach().float() for n, p in model.named_parameters()} if dtype == torch.bfloat16 else {}
     if split:
-        masters = {n: split_off(masters[n], p) for n, p in model.named_parameters()}
+        masters = {n: split_master(masters[n], p) for n, p in model.named_parameters()}
     optimizer = build(
         SPEC,
         dict(model.named_parameters()),
@@ -95,7 +95,7 @@ def trained(
         fused=fused,
         one_backward=microbatches == 1,
     )
-    assert isinstance(optimizer, FusedAdamW) is fused
+    assert isinstance(optimizer, TritonAdamW) is fused
     generator = torch.Generator().manual_seed(1)
     for lr in LRS:
         for _ in range(microbatches):

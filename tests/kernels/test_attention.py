@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanyaml.kernels.attention import kernel_for, merge_, part_backward, part_forward
+from titanyaml.kernels.attention import choose_attention_kernel, merge_, partial_attention, partial_attention_backward
 
 KERNELS = ["plain"] if not torch.cuda.is_available() else ["plain", "flash", "cudnn"]
 
@@ -38,9 +38,9 @@ def close(kernel: str, found: list[Tensor], wanted: list[Tensor]) -> bool:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
 def test_a_causal_part_is_causal_attention(kernel: str, heads: int, kv_heads: int) -> None:
     q, k, v, grad = draw(kernel, heads, kv_heads, 32, 32)
-    out, lse = part_forward(q, k, v, causal=True, kernel=kernel)
+    out, lse = partial_attention(q, k, v, causal=True, kernel=kernel)
     assert out.dtype == q.dtype and lse.shape == q.shape[:3] and lse.dtype in (torch.float32, torch.float64)
-    grads = part_backward(grad, q, k, v, out, lse, causal=True, kernel=kernel)
+    grads = partial_attention_backward(grad, q, k, v, out, lse, causal=True, kernel=kernel)
     seen = torch.ones(32, 32, dtype=torch.bool, device=q.device).tril()
     assert close(kernel, [out, *grads], reference(q, k, v, grad, seen))
     assert [g.dtype for g in grads] == [t.dtype for t in (q, k, v)]
@@ -52,16 +52,16 @@ def test_two_parts_merge_to_the_whole(kernel: str, heads: int, kv_heads: int) ->
     """The tail half of the queries: all of the first 32 keys, and causally their own 32."""
     q, k, v, grad = draw(kernel, heads, kv_heads, 32, 64)
     early, late = (k[:, :, :32], v[:, :, :32]), (k[:, :, 32:], v[:, :, 32:])
-    out, lse = part_forward(q, *late, causal=True, kernel=kernel)
-    merge_(out, lse, *part_forward(q, *early, causal=False, kernel=kernel), fused=kernel != "plain")
-    first = part_backward(grad, q, *early, out, lse, causal=False, kernel=kernel)
-    second = part_backward(grad, q, *late, out, lse, causal=True, kernel=kernel)
+    out, lse = partial_attention(q, *late, causal=True, kernel=kernel)
+    merge_(out, lse, *partial_attention(q, *early, causal=False, kernel=kernel), fused=kernel != "plain")
+    first = partial_attention_backward(grad, q, *early, out, lse, causal=False, kernel=kernel)
+    second = partial_attention_backward(grad, q, *late, out, lse, causal=True, kernel=kernel)
     found = [out, first[0] + second[0], *(torch.cat(pair, dim=2) for pair in zip(first[1:], second[1:], strict=True))]
     seen = torch.ones(32, 64, dtype=torch.bool, device=q.device).tril(32)
     assert close(kernel, found, reference(q, k, v, grad, seen))
 
 
 def test_the_plain_path_is_for_what_the_fused_kernels_do_not_take() -> None:
-    assert kernel_for(torch.device("cpu"), torch.bfloat16, head_dim=64) == "plain"
-    assert kernel_for(torch.device("cuda"), torch.float32, head_dim=64) == "plain"
-    assert kernel_for(torch.device("cuda"), torch.bfloat16, head_dim=100) == "plain"
+    assert choose_attention_kernel(torch.device("cpu"), torch.bfloat16, head_dim=64) == "plain"
+    assert choose_attention_kernel(torch.device("cuda"), torch.float32, head_dim=64) == "plain"
+    assert choose_attention_kernel(torch.device("cuda"), torch.bfloat16, head_dim=100) == "plain"

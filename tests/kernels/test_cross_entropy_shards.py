@@ -13,7 +13,12 @@ from tests.kernels.test_cross_entropy import IGNORE, inputs
 from tests.ranks import run_ranks
 from titanyaml import machine
 from titanyaml.kernels import cross_entropy
-from titanyaml.kernels.cross_entropy import reference_, shard_parts, shard_parts_reference, sharded_cross_entropy_
+from titanyaml.kernels.cross_entropy import (
+    reference_,
+    shard_log_sum_exps,
+    shard_log_sum_exps_reference,
+    sharded_cross_entropy_,
+)
 from titanyaml.loss import CrossEntropy
 
 VOCAB = 200
@@ -27,7 +32,7 @@ def over_shards(logits: Tensor, labels: Tensor, ends: tuple[int, ...], *, gradie
     firsts = (0, *ends[:-1])
     shards = [logits[:, first:end] for first, end in zip(firsts, ends, strict=True)]
     pairs = list(zip(shards, firsts, strict=True))
-    parts = torch.stack([shard_parts(shard, labels, first=first) for shard, first in pairs])
+    parts = torch.stack([shard_log_sum_exps(shard, labels, first=first) for shard, first in pairs])
     return [
         sharded_cross_entropy_(shard, labels, parts, first=first, vocab=vocab, ignore_index=IGNORE, gradient=gradient)
         for shard, first in pairs
@@ -58,8 +63,8 @@ def test_loss_and_gradient_are_those_of_autograd_in_float64(device, ends) -> Non
     wanted = F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORE)
     wanted.sum().backward()
     for part, label in zip(
-        shard_parts(logits[:, :77], labels, first=0),
-        shard_parts_reference(wide.detach()[:, :77], labels, first=0),
+        shard_log_sum_exps(logits[:, :77], labels, first=0),
+        shard_log_sum_exps_reference(wide.detach()[:, :77], labels, first=0),
         strict=True,
     ):
         torch.testing.assert_close(part.double(), label, rtol=1e-6, atol=1e-6)

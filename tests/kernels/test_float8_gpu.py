@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titanyaml.kernels.float8_cast import float8_cast, largest
-from titanyaml.kernels.float8_linear import E4M3, Options, float8_linear, float8_operand
+from titanyaml.kernels.float8_linear import E4M3, Float8Options, cast_operand, float8_linear
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no GPU with float8 products"
@@ -44,7 +44,7 @@ def reference(recipe: str, x: Tensor, w: Tensor, grad: Tensor, grad_dtype: torch
     return [x_rows @ w_rows.t(), g_rows @ w_columns, g_columns.t() @ x_columns]
 
 
-def run(function: object, x: Tensor, w: Tensor, grad: Tensor, options: Options) -> list[Tensor]:
+def run(function: object, x: Tensor, w: Tensor, grad: Tensor, options: Float8Options) -> list[Tensor]:
     """Output and both gradients as matrices."""
     y = function(x, w, options)
     return [t.flatten(0, -2) for t in (y.detach(), *torch.autograd.grad(y, (x, w), grad))]
@@ -63,7 +63,7 @@ def test_products_are_those_of_the_float8_numbers(recipe: str, fast_accum: bool,
     The short accumulator keeps about 13 bits of partial sums; its error is far below what 4 significant bits leave.
     """
     x, w, grad = inputs()
-    options = Options(recipe, fast_accum=fast_accum, grad_dtype=grad_dtype, fused=True)
+    options = Float8Options(recipe, fast_accum=fast_accum, grad_dtype=grad_dtype, fused=True)
     found, wanted = run(float8_linear, x, w, grad, options), reference(recipe, x, w, grad, grad_dtype)
     sums = {"y": True, "grad_x": fast_accum, "grad_w": fast_accum and recipe != "rowwise_with_gw_hp"}
     for (what, short), ours, theirs in zip(sums.items(), found, wanted, strict=True):
@@ -74,9 +74,9 @@ def test_products_are_those_of_the_float8_numbers(recipe: str, fast_accum: bool,
         assert distance(ours, theirs) < (0.05 if grad_dtype == E4M3 else 0.075)
 
 
-def layers(x: Tensor, w: Tensor, options: Options) -> Tensor:
+def layers(x: Tensor, w: Tensor, options: Float8Options) -> Tensor:
     """What a compiler fuses with casts: a norm before, an activation behind, an input of two layers."""
-    operand = float8_operand(torch.nn.functional.rms_norm(x, x.shape[-1:]), options)
+    operand = cast_operand(torch.nn.functional.rms_norm(x, x.shape[-1:]), options)
     gate, up = float8_linear(operand, w, options), float8_linear(operand, w * 0.5, options)
     return float8_linear(torch.nn.functional.silu(gate) * up, w.t().contiguous(), options)
 
@@ -94,10 +94,10 @@ def test_compiled_is_what_eager_computes(recipe: str, recast: bool) -> None:
     ``rowwise_with_gw_hp`` the compiler makes the casts too, of numbers never rounded: then only as near to exact."""
     x, w, _ = inputs()
     grad = torch.randn_like(x) * 1e-3
-    options = Options(recipe, fast_accum=False, fused=True, recast_weight=recast)
+    options = Float8Options(recipe, fast_accum=False, fused=True, recast_weight=recast)
     torch._dynamo.reset()
     compiled = torch.compile(layers, fullgraph=True, dynamic=False)
-    eager, plain = run(layers, x, w, grad, options), run(layers, x, w, grad, Options(recipe, False, fused=False))
+    eager, plain = run(layers, x, w, grad, options), run(layers, x, w, grad, Float8Options(recipe, False, fused=False))
     true = run(lambda x, w, _: exact(x, w), x, w, grad.double(), options)
     for _ in range(2):  # the second call reuses buffers
         for ours, theirs, wanted in zip(run(compiled, x, w, grad, options), eager, true, strict=True):

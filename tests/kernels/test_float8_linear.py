@@ -7,7 +7,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import CastConfig
 
 from titanyaml.kernels.float8_gather import GatheredWeight
-from titanyaml.kernels.float8_linear import Options, float8_linear, float8_operand
+from titanyaml.kernels.float8_linear import Float8Options, cast_operand, float8_linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -25,7 +25,7 @@ def inputs(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat
 
 def run(x: Tensor, w: Tensor, grad: Tensor, **options: object) -> list[Tensor]:
     """Output and both gradients."""
-    y = float8_linear(x, w, Options(**{"fast_accum": False, **options}))
+    y = float8_linear(x, w, Float8Options(**{"fast_accum": False, **options}))
     return [y.detach(), *torch.autograd.grad(y, (x, w), grad)]
 
 
@@ -84,7 +84,7 @@ def test_only_the_gradients_that_are_needed() -> None:
     x, w, grad = inputs()
     for one, other, place in ((x, w, 0), (w, x, 1)):
         pair = (x, other.detach()) if place == 0 else (other.detach(), w)
-        y = float8_linear(*pair, Options("rowwise", fast_accum=False))
+        y = float8_linear(*pair, Float8Options("rowwise", fast_accum=False))
         assert torch.equal(torch.autograd.grad(y, one, grad)[0], run(x, w, grad, recipe="rowwise")[1 + place])
 
 
@@ -96,9 +96,9 @@ def test_a_weight_that_is_cast_again_gives_the_same_bits(device, recipe: str) ->
         assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
-def two_layers(x: Tensor, w: Tensor, options: Options) -> Tensor:
+def two_layers(x: Tensor, w: Tensor, options: Float8Options) -> Tensor:
     """Two products of one input."""
-    operand = float8_operand(x, options)
+    operand = cast_operand(x, options)
     return float8_linear(operand, w, options) * float8_linear(operand, w + 1, options)
 
 
@@ -106,7 +106,7 @@ def two_layers(x: Tensor, w: Tensor, options: Options) -> Tensor:
 @pytest.mark.parametrize("fused", [False, True])
 def test_compiles_without_a_graph_break(device, fused: bool, recipe: str) -> None:
     x, w, grad = inputs(device)
-    options = Options(recipe, fast_accum=False, fused=fused)
+    options = Float8Options(recipe, fast_accum=False, fused=fused)
     torch._dynamo.reset()
     compiled = torch.compile(two_layers, fullgraph=True, backend="aot_eager")
     apart = float8_linear(x, w, options) * float8_linear(x, w + 1, options)
@@ -121,7 +121,7 @@ def test_a_weight_that_comes_in_float8(device) -> None:
     """The bits of one that is cast here. Compiled it is turned in the backward pass, and only kept as it came."""
     x, w, grad = inputs(device)
     w, grad = w.detach()[:32].contiguous().requires_grad_(), grad[..., :32].contiguous()
-    options = Options("tensorwise", fast_accum=False, fused=True)
+    options = Float8Options("tensorwise", fast_accum=False, fused=True)
     wanted = run(x, w, grad, recipe="tensorwise", fused=True)
     data, inverse = options.cast(w.detach(), options.largest(w.detach()), turned=False)[:2]
     gathered = nn.Parameter(GatheredWeight(data, inverse, torch.bfloat16))

@@ -75,11 +75,11 @@ def test_turns_to_the_bit(device, dtype: torch.dtype) -> None:
     for shape in ((80, 48), (32, 64), (16, 16)):
         x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
         for fused in (True, False):
-            turned = turn.float8_turn(x.view(dtype), after=x, fused=fused)
+            turned = turn.transpose_float8(x.view(dtype), after=x, fused=fused)
             assert turned.dtype == dtype and turned.is_contiguous()
             assert torch.equal(turned.view(torch.uint8), x.t())
 
 
 def test_operator_contract(device) -> None:
     x = torch.randn(32, 48).to(device).to(E4M3)
-    torch.library.opcheck(torch.ops.titanyaml.float8_turn.default, (x, x), test_utils=("test_faketensor",))
+    torch.library.opcheck(torch.ops.titanyaml.transpose_float8.default, (x, x), test_utils=("test_faketensor",))

@@ -5,7 +5,7 @@ import torch
 
 from titanyaml.errors import ConfigError
 from titanyaml.kernels import kernel_choice
-from titanyaml.kernels.kernel_choice import choose
+from titanyaml.kernels.kernel_choice import choose_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -22,16 +22,16 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 )
 def test_choice(monkeypatch, name: str, device: torch.device, dtype: torch.dtype, fused: bool, reason: str) -> None:
     monkeypatch.setattr(kernel_choice.triton_support, "triton", object())
-    assert choose(name, device=device, dtype=dtype) == kernel_choice.Choice(fused, reason)
+    assert choose_kernels(name, device=device, dtype=dtype) == kernel_choice.KernelChoice(fused, reason)
 
 
 def test_without_triton(monkeypatch) -> None:
     monkeypatch.setattr(kernel_choice.triton_support, "triton", None)
-    assert not choose("auto", device=CUDA, dtype=torch.bfloat16).fused
+    assert not choose_kernels("auto", device=CUDA, dtype=torch.bfloat16).fused
     with pytest.raises(ConfigError, match="triton cannot be imported"):
-        choose("fused", device=CUDA, dtype=torch.bfloat16)
+        choose_kernels("fused", device=CUDA, dtype=torch.bfloat16)
 
 
 def test_fused_on_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="computing on cpu"):
-        choose("fused", device=CPU, dtype=torch.float32)
+        choose_kernels("fused", device=CPU, dtype=torch.float32)

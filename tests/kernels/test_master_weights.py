@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from titanyaml.kernels.master_weights import join, split_, split_off, store, whole
+from titanyaml.kernels.master_weights import full_precision, join, split_, split_master, store_full_precision
 
 
 def numbers() -> torch.Tensor:
@@ -32,12 +32,12 @@ def test_what_a_checkpoint_reads_and_fills() -> None:
     value = numbers()
     value = value[~value.isnan()]
     parameter = torch.empty_like(value, dtype=torch.bfloat16)
-    remainder = split_off(value, parameter)
-    given = whole(parameter, remainder)
+    remainder = split_master(value, parameter)
+    given = full_precision(parameter, remainder)
     assert torch.equal(given.view(torch.int32), value.view(torch.int32))
-    store(given.neg_(), parameter, remainder)
+    store_full_precision(given.neg_(), parameter, remainder)
     assert torch.equal(join(parameter, remainder), -value)
     wide = torch.zeros_like(value)
-    assert whole(wide, None) is wide and whole(parameter, wide) is wide
-    store(wide, parameter, wide)
+    assert full_precision(wide, None) is wide and full_precision(parameter, wide) is wide
+    store_full_precision(wide, parameter, wide)
     assert not parameter.any()

@@ -13,7 +13,7 @@ from titanyaml.config import dump
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.kernels import adamw, cross_entropy, kernel_choice
-from titanyaml.optim.fused import FusedAdamW
+from titanyaml.optim.triton_adamw import TritonAdamW
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
 from titanyaml.runner.train import Trainer
@@ -61,10 +61,10 @@ def test_trains_alike(device, monkeypatch, compose, tmp_path: Path, batch: str) 
     """Gradients of one microbatch are read in bfloat16, those of two are summed in float32."""
     monkeypatch.setattr(cross_entropy, "BLOCK", 128)
     monkeypatch.setattr(adamw, "BLOCK", 4096)
-    monkeypatch.setattr(choice, "_missing", lambda device, dtype: "")  # the interpreter stands for a GPU
+    monkeypatch.setattr(kernel_choice, "_missing", lambda device, dtype: "")  # the interpreter stands for a GPU
     fused, metrics, event = run(tmp_path / "fused", compose, device, batch)
     plain, wanted, other = run(tmp_path / "torch", compose, device, batch, "kernels=torch", "optim.implementation=loop")
-    assert isinstance(fused.optimizer, FusedAdamW) and fused.optimizer.accumulates is (batch[-1] == "4")
+    assert isinstance(fused.optimizer, TritonAdamW) and fused.optimizer.accumulates is (batch[-1] == "4")
     assert event["why"] == "kernels=auto" and event["cross_entropy"] == "fused, 4096 tokens a chunk"
     assert event["adamw"].startswith("fused") and other["adamw"] == "torch, loop"
     assert other["cross_entropy"] == "torch, 1024 tokens a chunk"
@@ -81,6 +81,6 @@ def test_trains_alike(device, monkeypatch, compose, tmp_path: Path, batch: str) 
 def test_the_loss_of_tp_ranks_is_named(compose) -> None:
     config = dump.to_dataclass(compose("parallel=tp2"))
     for fused, said in ((True, "fused, 4096 tokens a chunk"), (False, "torch, 1024 tokens a chunk")):
-        ctx = SimpleNamespace(kernels=kernel_choice.Choice(fused, "for a test"), dims=ParallelDims(tp=2))
+        ctx = SimpleNamespace(kernels=kernel_choice.KernelChoice(fused, "for a test"), dims=ParallelDims(tp=2))
         found = setup.kernels(config, ctx, SimpleNamespace(runs=lambda: "torch"))
         assert found["cross_entropy"] == f"{said}, normalised over 2 tp ranks"

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.models.cases import SPECS, relative, tokens
 from tests.ranks import run_ranks
 from titanyaml.errors import TitanError
-from titanyaml.kernels.master_weights import whole
+from titanyaml.kernels.master_weights import full_precision
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.decoder import Decoder
@@ -58,7 +58,7 @@ def on_fsdp(rank: int, name: str) -> dict:
     return {
         "weights": weights,
         "masters": {n: full(m) for n, m in masters.items()},
-        "joined": {n: full(whole(p.detach(), remainders[n])) for n, p in half.named_parameters()},
+        "joined": {n: full(full_precision(p.detach(), remainders[n])) for n, p in half.named_parameters()},
         "bf16": bf16,
         "sizes": sizes,
         "loss": loss.detach(),

@@ -145,7 +145,7 @@ AUTO = {**ASYNC, "operators": ["auto"]}
 SLOWER = "measured slower when fused"
 
 
-def clocked(monkeypatch, wins: Callable[[async_tp_times.Place], bool]) -> list[async_tp_times.Place]:
+def clocked(monkeypatch, wins: Callable[[async_tp_times.CollectivePlace], bool]) -> list[async_tp_times.CollectivePlace]:
     """A clock that says of each place, apart and fused, what ``wins`` wants; the places that it is asked about."""
     asked, calls = [], async_tp_times.calls
 
@@ -302,7 +302,7 @@ def test_scatters_behind_float8_products_are_fused(recipe: str, ac, monkeypatch)
         f"fused in the compiled graphs, forward + backward: 2 + {2 + again} reduce-scatters; left as they are: "
     )
     assert "reduce-scatter" not in change.summary.partition("left as they are")[2]
-    assert [graph["scaled_products_exchange"] for graph in GRAPHS] == [2, 2 + again]
+    assert [graph["float8_matmul_exchange"] for graph in GRAPHS] == [2, 2 + again]
 
 
 def test_auto_times_scatters_behind_float8_products(monkeypatch) -> None:
@@ -317,7 +317,7 @@ def test_auto_times_scatters_behind_float8_products(monkeypatch) -> None:
         "reduce_scatter 32x96 to 64 float8",
         "reduce_scatter 32x128 to 64 float8",
     ]
-    assert [graph["scaled_products_exchange"] for graph in GRAPHS] == [1, 0]
+    assert [graph["float8_matmul_exchange"] for graph in GRAPHS] == [1, 0]
     assert f"2 reduce-scatters backward: {SLOWER}; " in change.summary
 
 
@@ -471,7 +471,7 @@ def test_a_sum_that_is_used_elsewhere_stays() -> None:
         graph = scattered_sums(TP2.build("cpu").get_group("tp").group_name).graph
     mm, scatter = torch.ops.aten.mm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default
     first, second = graph.find_nodes(op="call_function", target=scatter)
-    graph_matmuls.sum_as_one_product(second)
+    graph_matmuls.merge_summed_matmuls(second)
     assert len(graph.find_nodes(op="call_function", target=mm)) == 3, "a part of the second sum is the first"
     assert graph_matmuls.scattered(first).target is torch.ops.aten.add.Tensor
 

@@ -15,8 +15,8 @@ from tests.ranks import run_ranks
 from titanyaml import optim
 from titanyaml.config import schema
 from titanyaml.distributed.mesh import ParallelDims
-from titanyaml.kernels.master_weights import split_off
-from titanyaml.kernels.master_weights import whole as value_of
+from titanyaml.kernels.master_weights import split_master
+from titanyaml.kernels.master_weights import full_precision
 from titanyaml.plugins.fsdp import FullyShard
 
 MIXED = {"param_dtype": torch.float32, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -72,9 +72,9 @@ def dots(rank: int, dims: ParallelDims, parts: list[list[int]]) -> dict[str, Ten
     model.to_empty(device="cpu")
     named = dict(model.named_parameters())
     masters = {
-        name: split_off(distribute_tensor(initial(name), p.device_mesh, p.placements), p) for name, p in named.items()
+        name: split_master(distribute_tensor(initial(name), p.device_mesh, p.placements), p) for name, p in named.items()
     }
-    found = {f"{name} 0": whole(value_of(p.detach(), masters[name])) for name, p in named.items()}
+    found = {f"{name} 0": whole(full_precision(p.detach(), masters[name])) for name, p in named.items()}
     optimizer = optim.build(schema.Optim(), named, masters=masters, device="cpu", one_backward=len(parts) == 1)
     for step in range(STEPS):
         for sizes in parts:

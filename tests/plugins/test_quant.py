@@ -31,7 +31,7 @@ from titanyaml import float8
 from titanyaml.config import layers, schema
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
-from titanyaml.kernels.kernel_choice import Choice
+from titanyaml.kernels.kernel_choice import KernelChoice
 from titanyaml.models import decoder
 from titanyaml.models.layers import Linear
 from titanyaml.pipeline.resolve import resolve, run
@@ -83,7 +83,7 @@ def product_of(recipe: str, owner: str) -> Any:
     if owner == "own":
         grad = "e5m2" if recipe == TENSORWISE else "e4m3"
         return OwnProduct(recipe, fast_accum=False, grad_dtype=grad, fused=False)
-    return float8.MXProduct(emulate=True) if recipe == MX else float8.Float8Product(recipe, emulate=True)
+    return float8.MXMatmul(emulate=True) if recipe == MX else float8.Float8Matmul(recipe, emulate=True)
 
 
 @pytest.mark.parametrize(
@@ -233,15 +233,15 @@ def test_without_compilation_the_change_warns() -> None:
 def test_an_unknown_torchao_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(PipelineError) as error:
-        float8.Float8Product(ROWWISE, emulate=True)
+        float8.Float8Matmul(ROWWISE, emulate=True)
     assert "0.17 and 0.18 are known to work" in error.value.problems[0].message
 
 
 def test_torchao_is_imported_late_and_in_silence() -> None:
     code = (
         "import sys, titanyaml.plugins.quant, titanyaml.optim\nassert 'torchao' not in sys.modules\n"
-        "from titanyaml import float8\nfloat8.MXProduct(emulate=True)\n"
-        "float8.Float8Product('float8_rowwise', emulate=True)\n"
+        "from titanyaml import float8\nfloat8.MXMatmul(emulate=True)\n"
+        "float8.Float8Matmul('float8_rowwise', emulate=True)\n"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
@@ -289,7 +289,7 @@ def test_layers_of_two_kinds_share_nothing() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_runs_kernels_cast(fused: bool) -> None:
     model = decoder.build(sizes())
-    Quantize(recipe=ROWWISE, product="own").apply(model, replace(context(sizes()), kernels=Choice(fused, "as told")))
+    Quantize(recipe=ROWWISE, product="own").apply(model, replace(context(sizes()), kernels=KernelChoice(fused, "as told")))
     assert model.layers[0].attention.wq.product.options.fused == fused
 
 

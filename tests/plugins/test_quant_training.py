@@ -85,7 +85,7 @@ def test_a_compiled_block_that_is_recomputed_keeps_its_input_only(
 ) -> None:
     """Parameters, rotation and random state aside. torch 2.11 by itself keeps what each product of ours puts out."""
     if product == "own":
-        monkeypatch.setattr(compat_compile, "recomputes_functions", lambda: False)
+        monkeypatch.setattr(compat_compile, "recomputes_autograd_functions", lambda: False)
     torch.compiler.reset()
     compiled = {"ac": {**AC, "mode": "full"}, "compile": COMPILE}
     model_spec = sizes(num_layers=1)

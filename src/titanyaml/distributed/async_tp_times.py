@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanyaml.distributed import compat
-from titanyaml.distributed.float8_reduce_scatter import scaled_products_exchange
+from titanyaml.distributed.float8_reduce_scatter import float8_matmul_exchange
 from titanyaml.distributed.tensor import TensorGroup, gather_sequence, scatter_sum
 from titanyaml.rundir import atomic_write
 
@@ -34,7 +34,7 @@ Clock = Callable[[Callable[[], Any]], float]
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class CollectivePlace:
     """A transfer with the products next to it.
 
     Args:
@@ -68,7 +68,7 @@ class Timed:
 
 def block_places(
     tokens: int, dim: int, columns: Iterable[tuple[int, ...]], rows: Iterable[int], *, float8: bool = False
-) -> list[Place]:
+) -> list[CollectivePlace]:
     """The places of a block's forward and backward.
 
     Args:
@@ -80,18 +80,18 @@ def block_places(
     rows, found = list(rows), set()
     for widths in columns:
         for size in range(1, len(widths) + 1):
-            found |= {Place("all_gather", tokens, dim, tuple(sorted(some))) for some in combinations(widths, size)}
-        found.add(Place("reduce_scatter", tokens, sum(widths), (dim,)))  # of the gradients of their input
+            found |= {CollectivePlace("all_gather", tokens, dim, tuple(sorted(some))) for some in combinations(widths, size)}
+        found.add(CollectivePlace("reduce_scatter", tokens, sum(widths), (dim,)))  # of the gradients of their input
     for inner in rows:
-        found.add(Place("reduce_scatter", tokens, inner, (dim,)))
-        found.add(Place("all_gather", tokens, dim, (inner,)))  # of the gradients of their output
+        found.add(CollectivePlace("reduce_scatter", tokens, inner, (dim,)))
+        found.add(CollectivePlace("all_gather", tokens, dim, (inner,)))  # of the gradients of their output
     if float8:
         found = {replace(place, float8=True) for place in found if place.kind == "reduce_scatter"}
     return sorted(found)
 
 
 def measure(
-    places: list[Place],
+    places: list[CollectivePlace],
     group: TensorGroup,
     *,
     batch: int,
@@ -99,7 +99,7 @@ def measure(
     device: torch.device,
     cache: Path | None,
     clock: Clock | None = None,
-) -> dict[Place, Timed]:
+) -> dict[CollectivePlace, Timed]:
     """Times of each place: from the file where they are all there, else measured. All ranks of the job must call.
 
     Args:
@@ -130,7 +130,7 @@ def measure(
 
 
 def calls(
-    place: Place, group: TensorGroup, *, batch: int, dtype: torch.dtype, device: torch.device
+    place: CollectivePlace, group: TensorGroup, *, batch: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A place as it is computed apart, and fused; on tensors of random numbers.
 
@@ -154,7 +154,7 @@ def calls(
         return scatter_sum(compat.scaled_mm(*float8, dtype=dtype).view(batch, length, -1), group)
 
     def float8_fused() -> Tensor:
-        slices = scaled_products_exchange(*([one] for one in float8), batch, True, dtype, group.size, group.name)
+        slices = float8_matmul_exchange(*([one] for one in float8), batch, True, dtype, group.size, group.name)
         return reduce(torch.add, slices)  # much faster than a sum over a dimension, slower than the compiled one
 
     def fused() -> Any:

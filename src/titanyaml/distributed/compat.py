@@ -159,7 +159,7 @@ def dump_memory_snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
-def shard_itself(tensor: Tensor) -> Tensor:
+def local_shard_object(tensor: Tensor) -> Tensor:
     """The tensor object in which a DTensor keeps this rank's shard; ``to_local`` of a parameter gives a view (2.13)."""
     return tensor._local_tensor
 
@@ -182,7 +182,7 @@ def wrapper(kind: type[Tensor], like: Tensor, *, dtype: torch.dtype | None = Non
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
-def ignore_marks_in_recomputation() -> None:
+def ignore_profiler_ops_in_recomputation() -> None:
     """Let selective recomputation go around FSDP modules inside a block (torch 2.13).
 
     FSDP marks what it does for profilers, by operators of which a backward pass makes others than a forward; selective
@@ -209,10 +209,10 @@ def fake_process_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()
+        clear_mesh_caches()
 
 
-def forget_meshes() -> None:
+def clear_mesh_caches() -> None:
     """DTensors remember how results of operators are placed, with the mesh that was first seen: of groups now gone.
 
     What is remembered keeps groups alive, and each gloo group has three threads, one of which wakes every 10 ms.

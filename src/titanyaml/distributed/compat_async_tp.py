@@ -29,7 +29,7 @@ from torch.distributed import _symmetric_memory
 from torch.fx import Graph, Node
 
 from titanyaml.distributed import float8_reduce_scatter, graph_matmuls
-from titanyaml.distributed.async_tp_times import Place
+from titanyaml.distributed.async_tp_times import CollectivePlace
 
 _COLLECTIVES = {
     torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
@@ -80,7 +80,7 @@ def fusions() -> Fusions:
 
 
 def fuse_collectives(
-    group_name: str, kinds: tuple[str, ...], *, device_type: str, wins: dict[Place, bool] | None = None
+    group_name: str, kinds: tuple[str, ...], *, device_type: str, wins: dict[CollectivePlace, bool] | None = None
 ) -> None:
     """From now on Inductor fuses a group's collectives with matrix products.
 
@@ -104,7 +104,7 @@ def fuse_collectives(
 class FuseCollectives(CustomGraphPass):
     """The pass over one graph. Its identity is part of the key of Inductor's cache."""
 
-    def __init__(self, group_name: str, kinds: tuple[str, ...], wins: dict[Place, bool] | None) -> None:
+    def __init__(self, group_name: str, kinds: tuple[str, ...], wins: dict[CollectivePlace, bool] | None) -> None:
         self.group_name, self.kinds, self.wins = group_name, kinds, wins
         self.refused: dict[Node, str] = {}
 
@@ -136,10 +136,10 @@ class FuseCollectives(CustomGraphPass):
             return set()
         matches = [match for match in stock.find_all_gather_patterns(graph) if match.group_name == self.group_name]
         matches = [
-            match for match in matches if self._wins(match.ag_node, graph_matmuls.products_behind(match.res_node))
+            match for match in matches if self._wins(match.ag_node, graph_matmuls.matmuls_after_gather(match.res_node))
         ]
         for match in matches:
-            graph_matmuls.take_biases_out(match.res_node)
+            graph_matmuls.split_bias_from_addmm(match.res_node)
             stock.fuse_all_gather_matmul(match)
         return {match.ag_node for match in matches}
 
@@ -149,12 +149,12 @@ class FuseCollectives(CustomGraphPass):
             return set()
         ours = set()
         for node, kind in collectives.items():
-            if kind != "reduce_scatter" or not self._wins(node, graph_matmuls.product_before(node)):
+            if kind != "reduce_scatter" or not self._wins(node, graph_matmuls.matmul_before_scatter(node)):
                 continue
-            if graph_matmuls.scatter_float8(node, self.group_name):
+            if graph_matmuls.fuse_float8_scatter(node, self.group_name):
                 ours.add(node)
             else:
-                graph_matmuls.sum_as_one_product(node)
+                graph_matmuls.merge_summed_matmuls(node)
         matches = [
             match
             for match in stock.find_reduce_scatter_patterns(graph)
@@ -168,7 +168,7 @@ class FuseCollectives(CustomGraphPass):
         """Whether a collective is to be fused with products of these sizes; notes why not."""
         if self.wins is None or sizes is None:  # without a product the reason is another
             return True
-        won = self.wins.get(Place(_COLLECTIVES[node.target], *sizes))
+        won = self.wins.get(CollectivePlace(_COLLECTIVES[node.target], *sizes))
         if not won:
             self.refused[node] = UNMEASURED if won is None else SLOWER
         return bool(won)
@@ -183,7 +183,7 @@ class FuseCollectives(CustomGraphPass):
             return "torch knows no pattern for what surrounds it"
         if kind == "all_gather":
             return "no matrix product takes the gathered tensor as its left side"
-        if not graph_matmuls.is_product(graph_matmuls.scattered(node)):
+        if not graph_matmuls.is_matmul(graph_matmuls.scattered(node)):
             return "what is scattered is no matrix product of this graph, and no sum of such alone"
         return "refused by torch's fusion"
 

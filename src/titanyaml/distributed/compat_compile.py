@@ -63,7 +63,7 @@ def compile_counts() -> CompileCounts:
     )
 
 
-def graphs_of(function: Callable[..., Any]) -> int:
+def count_graphs_of(function: Callable[..., Any]) -> int:
     """Graphs that torch.compile has made of a Python function and that still stand."""
     from torch._dynamo import eval_frame
 
@@ -81,7 +81,7 @@ def guard_module_hooks() -> None:
         config.skip_nnmodule_hook_guards = False
 
 
-def keep_compiled_in(folder: Path) -> Path:
+def use_compile_cache(folder: Path) -> Path:
     """Have inductor keep what it builds in ``folder``, unless ``TORCHINDUCTOR_CACHE_DIR`` names another one.
 
     Inductor writes its own default into that variable when it is imported, so that being set says nothing.
@@ -112,7 +112,7 @@ class TooManyInputs(Exception):
         self.limit = limit
 
 
-def compile_whole(
+def compile_module(
     module: nn.Module, *, backend: str, cuda_graphs: bool, explain: Callable[[Exception], NoReturn]
 ) -> None:
     """``module.compile`` into one static graph.
@@ -199,7 +199,7 @@ def activation_memory_budget() -> float:
     return config.activation_memory_budget
 
 
-def recomputes_functions() -> bool:
+def recomputes_autograd_functions() -> bool:
     """Whether recomputation without ``context_fn`` reaches what a ``torch.autograd.Function`` computes in a compiled
     block. In torch 2.11 it does not: the operators inside carry no mark of the block, and what they put out is kept.
     Later releases give the block a policy of their own, which marks every operator; so does any ``context_fn``.
@@ -209,7 +209,7 @@ def recomputes_functions() -> bool:
     return hasattr(wrap, "_always_prefer_recompute")
 
 
-def mend_saved_rng_states() -> None:
+def fix_saved_rng_state_order() -> None:
     """Let a compiled block with recomputation have DTensor parameters (torch 2.13).
 
     What a compiled forward keeps for its backward is listed as tensors, then other objects, then symbols, and sliced

@@ -30,14 +30,14 @@ class Choices(InductorChoices):
         return "titanyaml sums apart"
 
 
-def keep_sums_apart() -> None:
+def keep_row_sums_apart() -> None:
     """Use ``Choices`` from now on, in this process, unless somebody else has chosen."""
     if config.inductor_choices_class is None and hasattr(MixOrderReduction, "is_split_reduction"):
         config.inductor_choices_class = Choices  # a part of the cache's key
         virtualized.V.set_choices_handler(Choices())  # this thread may have compiled before
 
 
-def launch_own_kernels_directly() -> None:
+def launch_triton_kernels_statically() -> None:
     """Start own Triton kernels in a graph as Inductor starts those that it makes, without Triton's Python launcher.
 
     There are 36 in a float8 block, and the host is what a step of short kernels waits for. An environment variable of

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 
-class Stage(PipelineStage):
+class PatchedStage(PipelineStage):
     """Torch's stage, with two mends for releases before 2.13, where they are needed; they change nothing in that one.
 
     A node of an ``autograd.Function`` is freed with the last tensor or node above it there, though Python still has it.

@@ -15,7 +15,7 @@ from torch import Tensor
 from titanyaml.distributed import compat
 
 
-def scaled_products_exchange(
+def float8_matmul_exchange(
     lefts: list[Tensor],
     rights: list[Tensor],
     left_scales: list[Tensor],
@@ -72,7 +72,7 @@ def _by_slice(rows: Tensor, batch: int, size: int) -> Tensor:
     return sliced.reshape(size, tokens // size, -1).view(rows.dtype)
 
 
-operator = torch.library.custom_op("titanyaml::scaled_products_exchange", scaled_products_exchange, mutates_args=())
+operator = torch.library.custom_op("titanyaml::float8_matmul_exchange", float8_matmul_exchange, mutates_args=())
 
 
 @operator.register_fake

@@ -47,7 +47,7 @@ def scattered(reduce_scatter: Node) -> Node | None:
     return sources.pop() if len(sources) == 1 else None
 
 
-def is_product(node: Node | None) -> bool:
+def is_matmul(node: Node | None) -> bool:
     """Whether a node is ``reshape(a @ b)`` back to the leading dimensions of a reshaped ``a``, or ``a @ b`` itself."""
     return node is not None and (
         node.target in _PRODUCTS or (node.target is aten.reshape.default and node.args[0].target in _PRODUCTS)
@@ -58,7 +58,7 @@ def is_product(node: Node | None) -> bool:
 Sizes = tuple[int, int, tuple[int, ...], bool]
 
 
-def products_behind(gathered: Node) -> Sizes | None:
+def matmuls_after_gather(gathered: Node) -> Sizes | None:
     """Of the products with a gathered tensor on their left; None where there are none."""
     tensor = value(gathered)
     flats = [user for user in gathered.users if user.target is aten.reshape.default]
@@ -72,13 +72,13 @@ def products_behind(gathered: Node) -> Sizes | None:
     return (math.prod(tensor.shape[:-1]), tensor.shape[-1], widths, False) if products else None
 
 
-def product_before(reduce_scatter: Node) -> Sizes | None:
+def matmul_before_scatter(reduce_scatter: Node) -> Sizes | None:
     """Of the product that is scattered, or of the one that a scattered sum would be formed as; None where there is
     none."""
     total = scattered(reduce_scatter)
     if total is None:
         return None
-    is_float8, addends = bool(_float8_products(total)), [total] if is_product(total) else _addends(total)
+    is_float8, addends = bool(_float8_products(total)), [total] if is_matmul(total) else _addends(total)
     if len(addends) > 1 and not (is_float8 or all(_is_private_product(one, total) for one in addends)):
         return None
     products = [node.args[0] if node.target is aten.reshape.default else node for node in addends]
@@ -90,8 +90,8 @@ def product_before(reduce_scatter: Node) -> Sizes | None:
     return tokens, inner, (width,) * (plain or is_float8), is_float8
 
 
-def scatter_float8(reduce_scatter: Node, group_name: str) -> bool:
-    """Put ``scaled_products_exchange`` and a sum in the place of a scattered float8 product, or sum of such; whether it
+def fuse_float8_scatter(reduce_scatter: Node, group_name: str) -> bool:
+    """Put ``float8_matmul_exchange`` and a sum in the place of a scattered float8 product, or sum of such; whether it
     is one."""
     total = scattered(reduce_scatter)
     products = _float8_products(total) if total is not None else []
@@ -105,7 +105,7 @@ def scatter_float8(reduce_scatter: Node, group_name: str) -> bool:
     with graph.inserting_before(wait):
         slices = _call(
             graph,
-            torch.ops.titanyaml.scaled_products_exchange,
+            torch.ops.titanyaml.float8_matmul_exchange,
             list(lefts),
             list(rights),
             list(left_scales),
@@ -145,7 +145,7 @@ def _fast(scaled_mm: Node) -> bool:
     return len(scaled_mm.args) > 7 and bool(scaled_mm.args[7])
 
 
-def sum_as_one_product(reduce_scatter: Node) -> None:
+def merge_summed_matmuls(reduce_scatter: Node) -> None:
     """Form a scattered sum of products as one product; whatever is not such a sum stays as it is."""
     total = scattered(reduce_scatter)
     addends = _addends(total) if total is not None else []
@@ -164,7 +164,7 @@ def sum_as_one_product(reduce_scatter: Node) -> None:
     graph.eliminate_dead_code()
 
 
-def take_biases_out(gathered: Node) -> None:
+def split_bias_from_addmm(gathered: Node) -> None:
     """Write ``addmm(bias, reshape(gathered), b)`` as a product, reshaped as ``gathered`` is, and an addition."""
     for flat_TK in [user for user in gathered.users if user.target is aten.reshape.default]:
         for addmm in [user for user in flat_TK.users if user.target is aten.addmm.default]:
@@ -191,7 +191,7 @@ _OVERLOADS = {
     aten.mm: "default",
     aten.add: "Tensor",
     aten.sum: "dim_IntList",
-    torch.ops.titanyaml.scaled_products_exchange: "default",
+    torch.ops.titanyaml.float8_matmul_exchange: "default",
 }
 
 

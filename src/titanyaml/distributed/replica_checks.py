@@ -33,7 +33,7 @@ def checksum(tensor: Tensor) -> int:
     return int(total)
 
 
-def refuse_different_replicas(named: Iterable[tuple[str, Tensor]], env: Env) -> None:
+def check_replicas_match(named: Iterable[tuple[str, Tensor]], env: Env) -> None:
     """Compare every tensor, or every shard of a DTensor, with its copies on other ranks, bit for bit.
 
     Args:
@@ -63,7 +63,7 @@ def refuse_different_replicas(named: Iterable[tuple[str, Tensor]], env: Env) -> 
         )
 
 
-def refuse_equal_streams(seed: int, data_rank: int, env: Env) -> None:
+def check_random_streams(seed: int, data_rank: int, env: Env) -> None:
     """Data ranks draw different random numbers, ranks that share data the same.
 
     Raises:

@@ -43,7 +43,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def placed_as(shard: Tensor, other: Tensor) -> Tensor:
+def place_like(shard: Tensor, other: Tensor) -> Tensor:
     """``shard``, of the shape of ``other``'s shard on this rank, as a tensor that is placed as ``other`` is."""
     if not isinstance(other, DTensor):
         return shard
@@ -61,12 +61,12 @@ def scatter_sum(x_BSD: Tensor, group: TensorGroup) -> Tensor:
     return _ScatterSum.apply(x_BSD, group.name, group.size)
 
 
-def sum_parts(x: Tensor, group: TensorGroup) -> Tensor:
+def all_reduce_sum(x: Tensor, group: TensorGroup) -> Tensor:
     """Summands to their sum, equal everywhere; so is its gradient, which is each summand's."""
     return _Sum.apply(x, group.name)
 
 
-def sum_gradient(x: Tensor, group: TensorGroup, *, dtype: torch.dtype | None = None) -> Tensor:
+def all_reduce_gradient(x: Tensor, group: TensorGroup, *, dtype: torch.dtype | None = None) -> Tensor:
     """``x``, equal everywhere and used differently: its gradients are summands, and are summed.
 
     Args:
@@ -87,7 +87,7 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Tensor
     return _ExchangeRows.apply(x, sent, received, group.name)
 
 
-def own_rows(ids: Tensor, *, rows: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+def local_rows(ids: Tensor, *, rows: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
     """Where ids stand in this rank's ``rows`` rows of a table of ``rows * size``.
 
     Returns:
@@ -105,24 +105,24 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, name: str, size: int) -> Tensor:
         ctx.group = name, size
-        return gather_parts(x_BSD, name, size)
+        return gather_shards(x_BSD, name, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
-        return scatter_parts(grad_BSD, *ctx.group), None, None
+        return reduce_scatter_shards(grad_BSD, *ctx.group), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, name: str, size: int) -> Tensor:
         ctx.group = name, size
-        return scatter_parts(x_BSD, name, size)
+        return reduce_scatter_shards(x_BSD, name, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_parts(grad_BSD, *ctx.group), None, None
+        return gather_shards(grad_BSD, *ctx.group), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -162,12 +162,12 @@ class _ExchangeRows(torch.autograd.Function):
         return compat.all_to_all(grad, sent, received, name), None, None, None
 
 
-def gather_parts(x_BSD: Tensor, name: str, size: int) -> Tensor:
+def gather_shards(x_BSD: Tensor, name: str, size: int) -> Tensor:
     """As ``gather_sequence``, of any dtype and without a gradient."""
     # the collective works along dimension 0; the sequence is dimension 1
     return torch.cat(compat.all_gather(x_BSD.contiguous(), size, name).chunk(size, dim=0), dim=1)
 
 
-def scatter_parts(x_BSD: Tensor, name: str, size: int) -> Tensor:
+def reduce_scatter_shards(x_BSD: Tensor, name: str, size: int) -> Tensor:
     """As ``scatter_sum``, without a gradient."""
     return compat.reduce_scatter(torch.cat(x_BSD.chunk(size, dim=1), dim=0), size, name)

@@ -19,18 +19,18 @@ from torch import Tensor
 from titanyaml.distributed import compat
 from titanyaml.kernels import attention_merge
 
-Kernel = Literal["cudnn", "flash", "plain"]
+AttentionKernel = Literal["cudnn", "flash", "plain"]
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> Kernel:
+def choose_attention_kernel(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> AttentionKernel:
     """The fastest kernel for this device, dtype and head size (cuDNN from compute capability 9.0 on)."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 128:
         return "plain"
     return "cudnn" if torch.cuda.get_device_capability(device) >= (9, 0) else "flash"
 
 
-def part_forward(
-    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, kernel: Kernel
+def partial_attention(
+    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, kernel: AttentionKernel
 ) -> tuple[Tensor, Tensor]:
     """Output [B, N, S, H] in q's dtype and log-sum-exp [B, N, S], float32 or wider.
 
@@ -46,7 +46,7 @@ def part_forward(
     return out_BKGSH.flatten(1, 2).to(q_BNSH.dtype), lse_BKGS.flatten(1, 2)
 
 
-def part_backward(
+def partial_attention_backward(
     grad_BNSH: Tensor,
     q_BNSH: Tensor,
     k_BKTH: Tensor,
@@ -55,7 +55,7 @@ def part_backward(
     lse_BNS: Tensor,
     *,
     causal: bool,
-    kernel: Kernel,
+    kernel: AttentionKernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This part's share of the gradients of q, k and v, in their dtypes.
 
@@ -103,7 +103,7 @@ def _scores(q_BNSH: Tensor, k_BKTH: Tensor, *, causal: bool) -> Tensor:
     return scores
 
 
-def _fit(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor]:
+def _fit(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, kernel: AttentionKernel) -> tuple[Tensor, Tensor]:
     """FlashAttention's operator wants a key for every query head; cuDNN's knows groups."""
     group = q_BNSH.shape[1] // k_BKTH.shape[1]
     if kernel == "cudnn" or group == 1:

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from titanyaml.distributed import compat
 from titanyaml.distributed.tensor import TensorGroup
-from titanyaml.kernels.attention import Kernel, merge_, part_backward, part_forward
+from titanyaml.kernels.attention import AttentionKernel, merge_, partial_attention, partial_attention_backward
 
 
-def gathered(
-    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: Kernel, fused: bool
+def gathered_attention(
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: AttentionKernel, fused: bool
 ) -> Tensor:
     """Attention [B, N, S, H] of this rank's queries, by an all-gather of keys and values.
 
@@ -40,7 +40,7 @@ def gathered(
     return context_attention(q_BNSH, k_BKSH, v_BKSH, False, group.name, group.rank, group.size, kernel, fused)[0]
 
 
-def ring(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: Kernel, fused: bool) -> Tensor:
+def ring_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: AttentionKernel, fused: bool) -> Tensor:
     """The same by passing keys and values around."""
     return context_attention(q_BNSH, k_BKSH, v_BKSH, True, group.name, group.rank, group.size, kernel, fused)[0]
 
@@ -154,26 +154,26 @@ class _Forward:
         wide: put parts together in the log-sum-exp's dtype; else in q's, which is no loss where a row has two parts.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, *, fused: bool, wide: bool) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, *, fused: bool, wide: bool) -> None:
         self.q, self.kernel, self.fused, self.run = q, kernel, fused, q.shape[2] // 2
-        out, self.lse = part_forward(q, k, v, causal=True, kernel=kernel)
+        out, self.lse = partial_attention(q, k, v, causal=True, kernel=kernel)
         self.out = out.to(self.lse.dtype) if wide else out
 
     def lower(self, kv: Tensor) -> None:
         """All queries see these keys."""
-        part = part_forward(self.q, *_heads(kv), causal=False, kernel=self.kernel)
+        part = partial_attention(self.q, *_heads(kv), causal=False, kernel=self.kernel)
         merge_(self.out, self.lse, *part, fused=self.fused)
 
     def higher(self, kv: Tensor) -> None:
         """The tail queries see these keys."""
-        part = part_forward(self.q[:, :, self.run :], *_heads(kv), causal=False, kernel=self.kernel)
+        part = partial_attention(self.q[:, :, self.run :], *_heads(kv), causal=False, kernel=self.kernel)
         merge_(self.out[:, :, self.run :], self.lse[:, :, self.run :], *part, fused=self.fused)
 
 
 class _Backward:
     """Gradient of a rank's queries, part by part; a part with others' keys returns the gradients of the pair."""
 
-    def __init__(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kernel: Kernel) -> None:
+    def __init__(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kernel: AttentionKernel) -> None:
         self.known, self.kernel, self.run = (grad, q, out, lse), kernel, q.shape[2] // 2
         self.kv = (k, v)
         self.mine: list[tuple[slice, tuple[Tensor, ...]]] = []
@@ -185,17 +185,17 @@ class _Backward:
         grad, q, out, lse = (tensor[rows] for tensor in self.known)
         if q.shape[0]:
             k, v = (tensor[rows] for tensor in self.kv)
-            self.mine.append((rows, part_backward(grad, q, k, v, out, lse, causal=True, kernel=self.kernel)))
+            self.mine.append((rows, partial_attention_backward(grad, q, k, v, out, lse, causal=True, kernel=self.kernel)))
 
     def lower(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         grad, q, out, lse = self.known
-        grad_q, *grads = part_backward(grad, q, *_heads(kv), out, lse, causal=False, kernel=self.kernel)
+        grad_q, *grads = partial_attention_backward(grad, q, *_heads(kv), out, lse, causal=False, kernel=self.kernel)
         self.of_lower.append(grad_q)
         return tuple(grads)
 
     def higher(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         grad, q, out, lse = (tensor[:, :, self.run :].contiguous() for tensor in self.known)
-        grad_q, *grads = part_backward(grad, q, *_heads(kv), out, lse, causal=False, kernel=self.kernel)
+        grad_q, *grads = partial_attention_backward(grad, q, *_heads(kv), out, lse, causal=False, kernel=self.kernel)
         self.of_higher.append(grad_q)
         return tuple(grads)
 

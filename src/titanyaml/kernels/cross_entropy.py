@@ -4,7 +4,7 @@ The kernel reads a row twice (maximum and sum in one read: Milakov and Gimelshei
 for softmax) and writes it once. PyTorch's operators need float32 logits, their log-softmax and the gradient beside each
 other: 10 bytes a logit against 2, and five passes against three.
 
-Where several ranks hold columns of the logits, it is cut in two: ``shard_parts`` reads a rank's columns, the two
+Where several ranks hold columns of the logits, it is cut in two: ``shard_log_sum_exps`` reads a rank's columns, the two
 numbers a token that it makes are gathered from all ranks, and ``sharded_cross_entropy_`` forms loss and gradient.
 
 Shapes: C tokens, V vocabulary, or this rank's columns of it; R ranks.
@@ -48,7 +48,7 @@ def cross_entropy_(logits_CV: Tensor, labels_C: Tensor, *, ignore_index: int, gr
     return losses_C
 
 
-def shard_parts(logits_CV: Tensor, labels_C: Tensor, *, first: int) -> Tensor:
+def shard_log_sum_exps(logits_CV: Tensor, labels_C: Tensor, *, first: int) -> Tensor:
     """[2, C] in float32: log-sum-exp of a token's logits here, and its label's logit, 0 where another rank has it.
 
     Args:
@@ -79,7 +79,7 @@ def sharded_cross_entropy_(
     """``cross_entropy_`` of a rank's columns: the losses of the whole vocabulary, the gradient of these logits.
 
     Args:
-        parts_R2C: what ``shard_parts`` made on each rank, contiguous. first: id of the first column. vocab: ids of all
+        parts_R2C: what ``shard_log_sum_exps`` made on each rank, contiguous. first: id of the first column. vocab: ids of all
             ranks. From equal parts every rank computes the same losses, to the bit.
     """
     tokens, columns = logits_CV.shape
@@ -119,8 +119,8 @@ def reference_(logits_CV: Tensor, labels_C: Tensor, *, ignore_index: int, gradie
     return losses_C1.where(valid_C1, 0.0).squeeze(1)
 
 
-def shard_parts_reference(logits_CV: Tensor, labels_C: Tensor, *, first: int) -> Tensor:
-    """``shard_parts`` in plain PyTorch; in float64 for float64 logits."""
+def shard_log_sum_exps_reference(logits_CV: Tensor, labels_C: Tensor, *, first: int) -> Tensor:
+    """``shard_log_sum_exps`` in plain PyTorch; in float64 for float64 logits."""
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     own_C = labels_C - first
     mine_C = (own_C >= 0) & (own_C < logits_CV.shape[1])

@@ -53,9 +53,9 @@ def largest(x: Tensor, *, rowwise: bool, fused: bool, where_made: bool = False) 
     if not rowwise:
         if not fused:
             return x.abs().amax().float().view(1, 1)
-        return _parts_operator(_matrix(x.abs().amax(-1, keepdim=True) if where_made else x))
+        return _partial_amax_operator(_matrix(x.abs().amax(-1, keepdim=True) if where_made else x))
     if fused:
-        return _largest_operator(_matrix(x))
+        return _amax_operator(_matrix(x))
     x_MK = x.flatten(0, -2)
     return torch.cat((x_MK.abs().amax(1), x_MK.abs().amax(0))).float()
 
@@ -264,6 +264,6 @@ def float8_cast_kernel(
 
 
 # behind the kernels, whose source is a part of what compiled code is cached by
-_largest_operator = operator("titanyaml::float8_largest", _largest, _empty_largest)
-_parts_operator = operator("titanyaml::float8_parts", _parts, _empty_parts)
+_amax_operator = operator("titanyaml::float8_amax", _largest, _empty_largest)
+_partial_amax_operator = operator("titanyaml::float8_partial_amax", _parts, _empty_parts)
 _cast_operator = operator("titanyaml::float8_cast", _cast, _empty)

@@ -61,7 +61,7 @@ class Float8Gather:
         self.layers: list[nn.Linear] = []
         self.shards: Float8Shards | None = None
         self.expired = True
-        self.gathered = 0  # weights that FSDP has gathered in float8
+        self.num_gathered = 0  # weights that FSDP has gathered in float8
 
     def add(self, layer: nn.Linear) -> None:
         """Have the layer's weight (float32, on any device) gathered in float8."""
@@ -87,7 +87,7 @@ class Float8Gather:
         """
         weights = [layer.weight for layer in self.layers]
         assert all(isinstance(weight, DTensor) for weight in weights), "weights are cast before FSDP has cut them"
-        sharded = [compat.shard_itself(weight) for weight in weights]
+        sharded = [compat.local_shard_object(weight) for weight in weights]
         assert all(isinstance(shard, ShardedWeight) for shard in sharded), "weights are cast while they are gathered"
         sources = [shard._tensor for shard in sharded]
         if self.shards is None or any(a is not b for a, b in zip(sources, self.shards.sources, strict=True)):
@@ -168,9 +168,9 @@ class ShardedWeight(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The gathered weight; or, with ``out``, which has its memory, nothing to do."""
         if out is not None:
-            (compat.shard_itself(out) if isinstance(out, DTensor) else out).inverse = extra[0]
+            (compat.local_shard_object(out) if isinstance(out, DTensor) else out).inverse = extra[0]
             return None
-        self.owner.gathered += 1
+        self.owner.num_gathered += 1
         return GatheredWeight(gathered[0], extra[0], dtype), ()
 
 

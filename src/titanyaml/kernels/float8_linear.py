@@ -3,7 +3,7 @@
 Forward y = x w^T, input gradient dx = dy w, weight gradient dw = dy^T x. Each operand is scaled along the rows that its
 product does not sum over (rowwise), or by one number (tensorwise). The cast of an input in the forward pass makes the
 transposed copy for the backward pass as well, so that 8-bit activations are kept and nothing is cast twice; layers with
-the same input share it (``float8_operand``).
+the same input share it (``cast_operand``).
 
 On a CPU the products are emulated: the same float8 numbers, multiplied in float32.
 
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanyaml.distributed import compat
-from titanyaml.distributed.tensor import TensorGroup, gather_parts, scatter_parts
+from titanyaml.distributed.tensor import TensorGroup, gather_shards, reduce_scatter_shards
 from titanyaml.kernels.float8_cast import Float8, float8_cast, largest
 from titanyaml.kernels.float8_gather import GatheredWeight, gathered_parts
-from titanyaml.kernels.float8_transpose import float8_turn
+from titanyaml.kernels.float8_transpose import transpose_float8
 
 #: ``rowwise_with_gw_hp``: rowwise, with the weight gradient in the dtype of the input.
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -31,7 +31,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
-class Options:
+class Float8Options:
     """How a layer casts and multiplies.
 
     Args:
@@ -80,7 +80,7 @@ class Options:
         return float8_cast(x, rows, dtype=dtype, power_of_2=True, fused=False, turned=False)
 
 
-class Reductions(NamedTuple):
+class AmaxSources(NamedTuple):
     """Where the largest number of a whole input, and of the output's gradient, is found in the kernel that makes them.
 
     It is almost free there if that kernel is one over whole rows: a norm's, SwiGLU's, or one of their backward. All
@@ -97,7 +97,7 @@ class Reductions(NamedTuple):
     gradient: bool
 
     @classmethod
-    def of(cls, *, outputs: int, inputs: int, is_shared: bool) -> Reductions:
+    def of(cls, *, outputs: int, inputs: int, is_shared: bool) -> AmaxSources:
         """Told by the layer's sides, and by whether other layers share its input, that of q, k, v and gate, up.
 
         The wide side of a feed-forward layer is SwiGLU's. The output of o goes to a norm; that of down to the next
@@ -108,19 +108,19 @@ class Reductions(NamedTuple):
         return cls(input=inputs > outputs, gradient=inputs <= outputs)
 
 
-class Operand(NamedTuple):
+class Float8Operand(NamedTuple):
     """An input [..., K] and its float8 copies, for every layer that takes it."""
 
     x: Tensor
     copies: Float8
 
 
-def float8_operand(x: Tensor, options: Options) -> Operand:
+def cast_operand(x: Tensor, options: Float8Options) -> Float8Operand:
     """Cast an input of several ``float8_linear``, what a norm made. Its gradient flows through their outputs."""
-    return Operand(x, options.both(x, E4M3, where_made=True))
+    return Float8Operand(x, options.both(x, E4M3, where_made=True))
 
 
-def gathered_operand(x_BSK: Tensor, options: Options, group: TensorGroup) -> Operand:
+def gather_operand(x_BSK: Tensor, options: Float8Options, group: TensorGroup) -> Float8Operand:
     """The float8 copies of a sequence of which each rank holds a part [B, S/size, K]: cast, then gathered; tensorwise.
 
     The scale is that of the whole, so that the copies are, to the bit, those of the gathered sequence. 1 byte a number
@@ -128,19 +128,19 @@ def gathered_operand(x_BSK: Tensor, options: Options, group: TensorGroup) -> Ope
     """
     assert not options.rowwise, "a scale per row and another per column: the gathered bytes would serve one of them"
     whole_BSK, data_MK, data_KM, inverse = _GatherCopies.apply(x_BSK, options, group.name, group.size)
-    return Operand(whole_BSK, Float8(data_MK, inverse, data_KM, inverse.clone()))  # no tensor twice: Dynamo
+    return Float8Operand(whole_BSK, Float8(data_MK, inverse, data_KM, inverse.clone()))  # no tensor twice: Dynamo
 
 
 class _GatherCopies(torch.autograd.Function):
     """Parts to the copies of the whole, and a tensor of its shape, without memory, that its gradient flows through."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSK: Tensor, options: Options, name: str, size: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_BSK: Tensor, options: Float8Options, name: str, size: int) -> tuple[Tensor, ...]:
         ctx.group = name, size
         x_BSK = x_BSK.contiguous()
         largest = compat.all_reduce(options.largest(x_BSK), "max", name)
         part = options.cast(x_BSK, largest, turned=False)
-        whole_BSK = gather_parts(part.data_MK.view(torch.uint8).view(x_BSK.shape), name, size)
+        whole_BSK = gather_shards(part.data_MK.view(torch.uint8).view(x_BSK.shape), name, size)
         bytes_MK = whole_BSK.flatten(0, -2)
         copies = bytes_MK.view(E4M3), bytes_MK.t().contiguous().view(E4M3), part.inverse_M1
         ctx.mark_non_differentiable(*copies)
@@ -149,18 +149,18 @@ class _GatherCopies(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSK: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return scatter_parts(grad_BSK, *ctx.group), None, None, None
+        return reduce_scatter_shards(grad_BSK, *ctx.group), None, None, None
 
 
-def float8_linear(x: Tensor | Operand, w_NK: Tensor, options: Options) -> Tensor:
+def float8_linear(x: Tensor | Float8Operand, w_NK: Tensor, options: Float8Options) -> Tensor:
     """x w^T in x's dtype, with gradients.
 
     Args:
         x: [..., K], bfloat16 (on a CPU float32 too). w_NK: same dtype, or gathered in float8 (tensorwise) for it. On a
             GPU, K, N and the tokens divide by 16.
     """
-    is_shared, (n, k) = isinstance(x, Operand), w_NK.shape
-    where_made = Reductions.of(outputs=n, inputs=k, is_shared=is_shared)
+    is_shared, (n, k) = isinstance(x, Float8Operand), w_NK.shape
+    where_made = AmaxSources.of(outputs=n, inputs=k, is_shared=is_shared)
     x, copies = x if is_shared else (x, options.both(x, E4M3, where_made=where_made.input))
     assert x.dtype == w_NK.dtype and x.shape[-1] == w_NK.shape[1], (x.dtype, w_NK.dtype, x.shape, w_NK.shape)
     return _Float8Linear.apply(x, w_NK, *copies, options, where_made.gradient)
@@ -176,7 +176,7 @@ class _Float8Linear(torch.autograd.Function):
         inverse_M1: Tensor,
         data_KM: Tensor | None,
         inverse_K1: Tensor | None,
-        options: Options,
+        options: Float8Options,
         gradient_where_made: bool,
     ) -> Tensor:
         ctx.options, ctx.where_made = options, gradient_where_made
@@ -210,7 +210,7 @@ class _Float8Linear(torch.autograd.Function):
             )
         if ctx.needs_input_grad[0]:
             if ctx.is_gathered:
-                w = float8_turn(w, after=grad.inverse_M1, fused=options.fused)
+                w = transpose_float8(w, after=grad.inverse_M1, fused=options.fused)
             elif options.recast_weight:
                 _, _, w, w_scale = options.cast(w, w_scale, straight=False)
             grad_x = _product(grad.data_MK, grad.inverse_M1, w, w_scale, **how).view(*grad_y.shape[:-1], -1)

@@ -16,7 +16,7 @@ from titanyaml.kernels.triton_support import jit, operator, tl, wrap_triton
 TILE, WARPS = 128, 8
 
 
-def float8_turn(x_MK: Tensor, *, after: Tensor, fused: bool) -> Tensor:
+def transpose_float8(x_MK: Tensor, *, after: Tensor, fused: bool) -> Tensor:
     """The transpose [K, M], contiguous.
 
     Args:
@@ -48,4 +48,4 @@ def float8_turn_kernel(x_ptr, after_ptr, turned_ptr, rows, columns, TILE: tl.con
     tl.store(turned_ptr + turned_place, tl.trans(tile), mask=(column < columns)[:, None] & (row < rows)[None, :])
 
 
-_operator = operator("titanyaml::float8_turn", _run, _empty)
+_operator = operator("titanyaml::transpose_float8", _run, _empty)

@@ -11,14 +11,14 @@ from titanyaml.kernels import triton_support
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """fused: whether the Triton kernels run. reason: why, in words for the log."""
 
     fused: bool
     reason: str
 
 
-def choose(name: str, *, device: torch.device, dtype: torch.dtype) -> Choice:
+def choose_kernels(name: str, *, device: torch.device, dtype: torch.dtype) -> KernelChoice:
     """What ``kernels.name`` means here.
 
     Args:
@@ -28,11 +28,11 @@ def choose(name: str, *, device: torch.device, dtype: torch.dtype) -> Choice:
         ConfigError: fused kernels are wanted, and cannot run here.
     """
     if name == "torch":
-        return Choice(False, "kernels=torch")
+        return KernelChoice(False, "kernels=torch")
     missing = _missing(device, dtype)
     if missing and name == "fused":
         raise ConfigError(f"is fused, but {missing}", key="kernels.name", hint="kernels=torch or kernels=auto")
-    return Choice(not missing, f"kernels={name}" + (f", {missing}" if missing else ""))
+    return KernelChoice(not missing, f"kernels={name}" + (f", {missing}" if missing else ""))
 
 
 def _missing(device: torch.device, dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titanyaml.distributed.tensor import local, placed_as
+from titanyaml.distributed.tensor import local, place_like
 
 QUIET_NAN = 0x7FC00000
 
@@ -42,16 +42,16 @@ def split_(value: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 
 @torch.no_grad()
-def split_off(value: Tensor, parameter: Tensor) -> Tensor:
+def split_master(value: Tensor, parameter: Tensor) -> Tensor:
     """Store float32 ``value`` in the bfloat16 parameter; the remainder, placed as that is."""
     assert (value.dtype, parameter.dtype) == (torch.float32, torch.bfloat16), f"{value.dtype} into {parameter.dtype}"
     remainder = torch.empty_like(local(parameter), dtype=torch.int16)
     split_(local(value).to(remainder.device), local(parameter), remainder)
-    return placed_as(remainder, parameter)
+    return place_like(remainder, parameter)
 
 
 @torch.no_grad()
-def whole(parameter: Tensor, master: Tensor | None) -> Tensor:
+def full_precision(parameter: Tensor, master: Tensor | None) -> Tensor:
     """The value in full precision: the parameter itself or its master, both sharing memory, or a joined copy.
 
     The copy, of a DTensor its shard, is moved to host memory, where saving and loading want it: so the device never
@@ -59,11 +59,11 @@ def whole(parameter: Tensor, master: Tensor | None) -> Tensor:
     """
     if not is_split(master):
         return parameter if master is None else master
-    return placed_as(join(local(parameter), local(master)), parameter).cpu()
+    return place_like(join(local(parameter), local(master)), parameter).cpu()
 
 
 @torch.no_grad()
-def store(value: Tensor, parameter: Tensor, master: Tensor | None) -> None:
+def store_full_precision(value: Tensor, parameter: Tensor, master: Tensor | None) -> None:
     """Take over what ``whole`` gave, after it was filled."""
     if is_split(master):
         split_(local(value).to(local(master).device), local(parameter), local(master))

@@ -14,7 +14,7 @@ from titanyaml.kernels.triton_support import jit, operator, tl, wrap_triton
 BLOCK, WARPS = 4096, 8
 
 
-def scaled(x: Tensor, factor: Tensor, *, fused: bool) -> Tensor:
+def multiply_by_scalar(x: Tensor, factor: Tensor, *, fused: bool) -> Tensor:
     """x * factor, multiplied in the wider of their dtypes and rounded once; a new tensor.
 
     Args:

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from titanyaml.config.schema import Model
 from titanyaml.distributed import rng
-from titanyaml.distributed.tensor import placed_as
+from titanyaml.distributed.tensor import place_like
 from titanyaml.errors import TitanError
-from titanyaml.kernels.master_weights import split_off
+from titanyaml.kernels.master_weights import split_master
 from titanyaml.models.layers import at_least_float32
 
 
@@ -68,7 +68,7 @@ def materialise(
         value = value.to(param_dtype, copy=isinstance(value, DTensor))
         parameter.copy_(value)
         if torch.promote_types(parameter.dtype, param_dtype) != parameter.dtype:
-            masters[name] = split_off(value, parameter) if split else value
+            masters[name] = split_master(value, parameter) if split else value
     _refuse_nan(list(_without_rule(model)))  # init_buffers may have put others in place
     return masters
 
@@ -129,7 +129,7 @@ def _stacked_value(name: str, parameter: Tensor, *, std: float, device: torch.de
         matrix.normal_(0.0, std, generator=rng.generator(seed, "init", name, index, device=device))
     if mesh is None:
         return value
-    return placed_as(distribute_tensor(value, mesh, rest, src_data_rank=None).to_local(), parameter)
+    return place_like(distribute_tensor(value, mesh, rest, src_data_rank=None).to_local(), parameter)
 
 
 def _without_rule(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from titanyaml.config.schema import Model
 from titanyaml.config.schema import MoE as Spec
-from titanyaml.distributed.tensor import TensorGroup, sum_parts
+from titanyaml.distributed.tensor import TensorGroup, all_reduce_sum
 from titanyaml.models.grouped import grouped_linear
 from titanyaml.models.layers import FeedForward, at_least_float32
 
@@ -133,7 +133,7 @@ class Router(nn.Module):
         shares_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).sum(1)
         counts_BE = counts_BE.to(shares_BE.dtype)
         if self.peers is not None:
-            shares_BE, counts_BE = sum_parts(torch.stack((shares_BE, counts_BE)), self.peers).unbind()
+            shares_BE, counts_BE = all_reduce_sum(torch.stack((shares_BE, counts_BE)), self.peers).unbind()
             tokens *= self.peers.size
         return (counts_BE * shares_BE).sum() * (spec.num_experts / (spec.top_k * tokens))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from titanyaml.errors import Problem
-from titanyaml.kernels.kernel_choice import Choice
+from titanyaml.kernels.kernel_choice import KernelChoice
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ class Context:
     seq_len: int
     local_batch: int
     accumulation: int
-    kernels: Choice = Choice(False, "plain PyTorch")
+    kernels: KernelChoice = KernelChoice(False, "plain PyTorch")
     active: tuple[str, ...] = ()
     expert_mesh: DeviceMesh | None = None
     log: logging.Logger = logging.getLogger("titanyaml.pipeline")

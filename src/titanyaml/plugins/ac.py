@@ -23,7 +23,7 @@ from titanyaml.distributed import compat, compat_compile
 from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.models import grouped  # noqa: F401 - registers its operators
-from titanyaml.pipeline.protocol import Change, Context, some
+from titanyaml.pipeline.protocol import Change, Context, first_names
 
 MODES = ("none", "full", "selective_op", "selective_layer", "memory_budget")
 
@@ -90,7 +90,7 @@ class ActivationCheckpointing:
         budget: for ``memory_budget``, kept bytes as a share of what the graph would keep without recomputation; 0 is
             as ``full``.
         memory_gib: key of the same group by which ``auto`` is replaced by one of these modes before the pipeline is
-            built (``runner/recompute.py``).
+            built (``runner/auto_ac.py``).
 
     Random numbers drawn inside a block (dropout, noise) are the same when it is recomputed.
     """
@@ -146,7 +146,7 @@ class ActivationCheckpointing:
         groups = _groups(ctx)
         selective = self.mode == "selective_op"
         if selective:
-            compat.ignore_marks_in_recomputation()
+            compat.ignore_profiler_ops_in_recomputation()
         # blocks that keep the same share one object, and so one compiled graph
         shared = functools.cache(lambda *how: functools.partial(selective_contexts, groups, *how))
         for name, keeps in zip(chosen, levels, strict=True):
@@ -180,7 +180,7 @@ class ActivationCheckpointing:
         traced = [name for name in idle if "compile" in ctx.active and not self.wrapped[name].calls]
         if idle != traced:
             raise PipelineError(
-                f"asked for, but not recomputed in the first step: {some(idle)}",
+                f"asked for, but not recomputed in the first step: {first_names(idle)}",
                 key="ac.mode",
                 hint="ac=none, or find the plugin that replaced these blocks' forward",
             )
@@ -211,7 +211,7 @@ class Checkpointed:
 
     def __init__(self, inner: Callable[..., Any], contexts: Callable[[], Any] | None) -> None:
         self.inner, self.contexts = inner, contexts
-        self.compiled = contexts or (None if compat_compile.recomputes_functions() else full_contexts)
+        self.compiled = contexts or (None if compat_compile.recomputes_autograd_functions() else full_contexts)
         self.calls = self.runs = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +238,7 @@ def _groups(ctx: Context) -> frozenset[str]:
 
 def full_contexts() -> Any:
     """The pair of contexts for a compiled block of which nothing is kept, where torch needs one
-    (``compat_compile.recomputes_functions``)."""
+    (``compat_compile.recomputes_autograd_functions``)."""
     return create_selective_checkpoint_contexts(_recompute)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from titanyaml.distributed import async_tp_times
-from titanyaml.distributed.async_tp_times import Clock, Place, Timed
+from titanyaml.distributed.async_tp_times import Clock, CollectivePlace, Timed
 from titanyaml.distributed.tensor import TensorGroup, local
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.pipeline.protocol import Change, Context
@@ -99,7 +99,7 @@ class AsyncTensorParallel:
             list(ctx.facts.blocks),
         )
 
-    def _times(self, model: nn.Module, ctx: Context) -> dict[Place, Timed] | None:
+    def _times(self, model: nn.Module, ctx: Context) -> dict[CollectivePlace, Timed] | None:
         """Times of each place of the blocks; None where they cannot be taken: no GPU, ranks that do not exist."""
         if not self.measures(ctx):
             return None
@@ -194,7 +194,7 @@ def _features(model: nn.Module, ctx: Context, *, float8: bool) -> tuple[set[tupl
     return columns, rows
 
 
-def _told(times: dict[Place, Timed]) -> list[str]:
+def _told(times: dict[CollectivePlace, Timed]) -> list[str]:
     """What was measured and decided, a place each."""
     return [
         f"{place} {time.apart:.3f} ms, fused {time.fused:.3f}: {'fused' if time.wins else 'left'}"

@@ -15,7 +15,7 @@ from titanyaml import loss
 from titanyaml.config.rules.compile import unknown_backend
 from titanyaml.distributed import compat_compile
 from titanyaml.errors import PipelineError, Problem
-from titanyaml.optim import compiled as optimizer
+from titanyaml.optim import compiled_adamw as optimizer
 from titanyaml.pipeline.protocol import Change, Context
 
 MODES = ("auto", "none", "block", "model")
@@ -112,12 +112,12 @@ class Compile:
         """Mark the modules; the graphs are built by the first step."""
         self.earlier, self.device = compat_compile.compile_counts(), ctx.device
         compat_compile.guard_module_hooks()  # another plugin may hook a single block
-        compat_compile.mend_saved_rng_states()  # another plugin may have made DTensors of the parameters
+        compat_compile.fix_saved_rng_state_order()  # another plugin may have made DTensors of the parameters
         if self.backend == "inductor":
             from titanyaml.distributed import compat_inductor  # seconds to import
 
-            compat_inductor.keep_sums_apart()
-            compat_inductor.launch_own_kernels_directly()
+            compat_inductor.keep_row_sums_apart()
+            compat_inductor.launch_triton_kernels_statically()
         compiled, names, eager = [], [], {}
         if self._compiles_model(ctx):
             names, eager = (["*"], {}) if self.mode == "model" else _parts(ctx)
@@ -125,7 +125,7 @@ class Compile:
             compiled.append("the whole model" if self.mode == "model" else what)
         for name in names:
             module = model if name == "*" else model.get_submodule(name)
-            compat_compile.compile_whole(
+            compat_compile.compile_module(
                 module,
                 backend=self.backend,
                 cuda_graphs=self.cuda_graphs,
@@ -148,7 +148,7 @@ class Compile:
         """Point inductor at the folder; what to say of it. Ranks of one machine share it: inductor locks its files."""
         if self.backend != "inductor" or self.cache_dir is None:
             return ""
-        folder = compat_compile.keep_compiled_in(Path(self.cache_dir).expanduser().absolute())
+        folder = compat_compile.use_compile_cache(Path(self.cache_dir).expanduser().absolute())
         state = "warm" if folder.is_dir() and any(folder.iterdir()) else "cold"
         return f"; {state} cache {folder}"
 
@@ -185,7 +185,7 @@ class Compile:
             "compile.loss": self.loss and loss.chunk_loss,
             "compile.optimizer": self.optimizer and optimizer.update,
         }
-        made = {key: compat_compile.graphs_of(function) for key, function in functions.items() if function}
+        made = {key: compat_compile.count_graphs_of(function) for key, function in functions.items() if function}
         idle = [key for key, graphs in made.items() if not graphs]
         if not counts.graphs or idle:
             raise PipelineError(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from titanyaml.distributed import context_parallel
 from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
-from titanyaml.kernels.attention import Kernel, kernel_for
-from titanyaml.kernels.context_attention import gathered, ring
+from titanyaml.kernels.attention import AttentionKernel, choose_attention_kernel
+from titanyaml.kernels.context_attention import gathered_attention, ring_attention
 from titanyaml.models.attention import Attention, Mask
 from titanyaml.pipeline.protocol import Change, Context
 from titanyaml.pipeline_parallel.staged import model_parts
@@ -79,7 +79,7 @@ class ContextParallel:
         """
         assert ctx.mesh is not None, "more than one rank and no mesh"
         group = TensorGroup.of(ctx.mesh["cp"])
-        kernel = kernel_for(ctx.device, ctx.compute_dtype, head_dim=ctx.facts.head_dim)
+        kernel = choose_attention_kernel(ctx.device, ctx.compute_dtype, head_dim=ctx.facts.head_dim)
         facts = ctx.facts
         names = [f"{block}.{layout.attention}" for block, layout in zip(facts.blocks, facts.layouts, strict=True)]
         for name in names:
@@ -129,13 +129,13 @@ class GatheredAttention(Attention):
     """All keys and values at once."""
 
     group: TensorGroup
-    kernel: Kernel
+    kernel: AttentionKernel
     fused: bool
 
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Mask | None) -> Tensor:
         """Of this rank's queries over all keys; the mask has a row for each query and a column for each position."""
         if mask is None:
-            return gathered(q_BNSH, k_BKSH, v_BKSH, self.group, kernel=self.kernel, fused=self.fused)
+            return gathered_attention(q_BNSH, k_BKSH, v_BKSH, self.group, kernel=self.kernel, fused=self.fused)
         k_BKTH, v_BKTH = context_parallel.gather_positions(torch.cat((k_BKSH, v_BKSH), dim=1), self.group).chunk(
             2, dim=1
         )
@@ -146,21 +146,21 @@ class RingAttention(Attention):
     """Keys and values of one rank at a time."""
 
     group: TensorGroup
-    kernel: Kernel
+    kernel: AttentionKernel
     fused: bool
 
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Mask | None) -> Tensor:
         """Of this rank's queries over all keys, causal."""
         if mask is not None:
             raise PipelineError("ring takes no mask", key="parallel.cp_method", hint="parallel.cp_method=allgather")
-        return ring(q_BNSH, k_BKSH, v_BKSH, self.group, kernel=self.kernel, fused=self.fused)
+        return ring_attention(q_BNSH, k_BKSH, v_BKSH, self.group, kernel=self.kernel, fused=self.fused)
 
 
 class UlyssesAttention(Attention):
     """All positions of some heads."""
 
     group: TensorGroup
-    kernel: Kernel
+    kernel: AttentionKernel
     fused: bool
 
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Mask | None) -> Tensor:

@@ -14,9 +14,9 @@ from titanyaml.config.layers import ALIGNMENT, filter_without_module, reason_for
 from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.kernels.float8_gather import Float8Gather
-from titanyaml.kernels.float8_linear import Operand, Options, float8_linear, float8_operand, gathered_operand
+from titanyaml.kernels.float8_linear import Float8Operand, Float8Options, cast_operand, float8_linear, gather_operand
 from titanyaml.models.layers import Linear
-from titanyaml.pipeline.protocol import Change, Context, dtype_name, some
+from titanyaml.pipeline.protocol import Change, Context, dtype_name, first_names
 
 
 class OwnProduct:
@@ -25,7 +25,7 @@ class OwnProduct:
     def __init__(
         self, recipe: str, *, fast_accum: bool, grad_dtype: str, fused: bool, recast_weight: bool = True
     ) -> None:
-        self.options = Options(
+        self.options = Float8Options(
             recipe.removeprefix("float8_"),
             fast_accum=fast_accum,
             fused=fused,
@@ -33,15 +33,15 @@ class OwnProduct:
             grad_dtype={"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[grad_dtype],
         )
 
-    def operand(self, x: Tensor) -> Operand:
+    def operand(self, x: Tensor) -> Float8Operand:
         """``x`` and its casts, for several layers."""
-        return float8_operand(x, self.options)
+        return cast_operand(x, self.options)
 
     def of_parts(self, group: TensorGroup) -> PartsProduct | None:
         """The same for layers of whose input each rank holds a part; None: their input cannot be cast in parts."""
         return None if self.options.rowwise else PartsProduct(self.options, group)
 
-    def __call__(self, x: Tensor | Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | Float8Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = float8_linear(x, weight, self.options)
         return out if bias is None else out + bias
 
@@ -49,14 +49,14 @@ class OwnProduct:
 class PartsProduct(OwnProduct):
     """Products with a sequence of which each rank of ``group`` holds a part: it is gathered in float8."""
 
-    def __init__(self, options: Options, group: TensorGroup) -> None:
+    def __init__(self, options: Float8Options, group: TensorGroup) -> None:
         self.options, self.group = options, group
 
-    def operand(self, x: Tensor) -> Operand:
-        return gathered_operand(x, self.options, self.group)
+    def operand(self, x: Tensor) -> Float8Operand:
+        return gather_operand(x, self.options, self.group)
 
-    def __call__(self, x: Tensor | Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return super().__call__(x if isinstance(x, Operand) else self.operand(x), weight, bias)
+    def __call__(self, x: Tensor | Float8Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().__call__(x if isinstance(x, Float8Operand) else self.operand(x), weight, bias)
 
 
 class Quantize:
@@ -151,7 +151,7 @@ class Quantize:
                 else "quant.recipe=none",
             )
         if self.recipe == "mxfp8":
-            product = float8.MXProduct(emulate=self.emulate)
+            product = float8.MXMatmul(emulate=self.emulate)
         elif self.product == "own":
             product = OwnProduct(
                 self.recipe,
@@ -161,7 +161,7 @@ class Quantize:
                 recast_weight=self.recasts,
             )
         else:
-            product = float8.Float8Product(self.recipe, emulate=self.emulate, recast_weight=self.recasts)
+            product = float8.Float8Matmul(self.recipe, emulate=self.emulate, recast_weight=self.recasts)
         for layer in layers.values():  # one product for all: equal blocks then share one compiled graph
             layer.product = product
         summary = self._summary(len(layers), ctx)
@@ -169,7 +169,7 @@ class Quantize:
             summary = f"{summary}; {self._gather(layers, ctx)}"
         elif self.gathers:
             for layer in layers.values():
-                layer.weight = product.gathered(layer.weight)
+                layer.weight = product.wrap_for_gather(layer.weight)
         return model, Change(summary, list(layers), skipped)
 
     def _gather(self, layers: dict[str, Linear], ctx: Context) -> str:
@@ -188,13 +188,13 @@ class Quantize:
                 self.gather.add(layer)
         if not self.gather.layers:
             raise PipelineError(
-                f"asked for, but no weight divides by {ranks} ranks: {some(uneven)}",
+                f"asked for, but no weight divides by {ranks} ranks: {first_names(uneven)}",
                 key="quant.fsdp_float8_all_gather",
                 hint="quant.fsdp_float8_all_gather=false",
             )
         when = "right after each update" if self.precomputes else "by the first gather after an update"
         high = dtype_name(ctx.compute_dtype)
-        rest = f"{some(uneven)}, not a multiple of {ranks} ranks, and all else" if uneven else "all else"
+        rest = f"{first_names(uneven)}, not a multiple of {ranks} ranks, and all else" if uneven else "all else"
         return (
             f"FSDP gathers {len(self.gather.layers)} weights in float8, 1 byte a number, and {rest} in {high}; "
             f"shards are cast {when} and kept, 1 byte a number"
@@ -249,7 +249,7 @@ class Quantize:
         """
         if self.gather is None:
             return None
-        asked, found = len(self.gather.layers), self.gather.gathered
+        asked, found = len(self.gather.layers), self.gather.num_gathered
         if found != asked:
             raise PipelineError(
                 f"asked for, but {found} of {asked} weights were gathered in float8 in the first step",

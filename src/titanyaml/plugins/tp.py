@@ -23,12 +23,12 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from titanyaml.distributed import compat
 from titanyaml.distributed.tensor import (
     TensorGroup,
+    all_reduce_gradient,
+    all_reduce_sum,
     gather_sequence,
     local,
-    own_rows,
+    local_rows,
     scatter_sum,
-    sum_gradient,
-    sum_parts,
 )
 from titanyaml.errors import DataError, PipelineError, Problem
 from titanyaml.models.layers import Linear, OutputProjection, RMSNorm
@@ -207,7 +207,7 @@ class _Enter:
         return (self.whole(args[0]), *args[1:])
 
     def whole(self, x_BSD: Tensor) -> Tensor:
-        return gather_sequence(x_BSD, self.group) if self.sequence else sum_gradient(x_BSD, self.group)
+        return gather_sequence(x_BSD, self.group) if self.sequence else all_reduce_gradient(x_BSD, self.group)
 
 
 class _Leave(_Enter):
@@ -235,11 +235,11 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.product(x, local(self.weight), None)
-        out = scatter_sum(out, self.group) if self.sequence else sum_parts(out, self.group)
+        out = scatter_sum(out, self.group) if self.sequence else all_reduce_sum(out, self.group)
         if self.bias is None:
             return out
         bias = local(self.bias)
-        return out + (sum_gradient(bias, self.group, dtype=self.dtype) if self.sequence else bias)
+        return out + (all_reduce_gradient(bias, self.group, dtype=self.dtype) if self.sequence else bias)
 
 
 class ReplicatedNorm(RMSNorm):
@@ -252,7 +252,7 @@ class ReplicatedNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight)
         if self.sees_a_part:
-            weight = sum_gradient(weight, self.group, dtype=self.dtype)
+            weight = all_reduce_gradient(weight, self.group, dtype=self.dtype)
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
@@ -264,7 +264,7 @@ class ReplicatedRouter(Router):
 
     def matrix(self) -> Tensor:
         weight = local(self.weight)
-        return weight if self.peers is None else sum_gradient(weight, self.group, dtype=self.dtype)
+        return weight if self.peers is None else all_reduce_gradient(weight, self.group, dtype=self.dtype)
 
 
 class ReplicatedExperts(Experts):
@@ -276,7 +276,7 @@ class ReplicatedExperts(Experts):
 
     def matrices(self) -> tuple[Tensor, ...]:
         whole = tuple(map(local, (self.w1, self.w2, self.w3)))
-        return tuple(sum_gradient(w, self.group, dtype=self.dtype) for w in whole) if self.sees_a_part else whole
+        return tuple(all_reduce_gradient(w, self.group, dtype=self.dtype) for w in whole) if self.sees_a_part else whole
 
 
 class VocabEmbedding(nn.Embedding):
@@ -295,9 +295,9 @@ class VocabEmbedding(nn.Embedding):
         if looks and not compat.is_fake(tokens_BS):
             _check_ids(tokens_BS, vocab_size=self.num_embeddings)
         weight = local(self.weight)
-        rows_BS, mine_BS = own_rows(tokens_BS, rows=weight.shape[0], rank=self.group.rank, size=self.group.size)
+        rows_BS, mine_BS = local_rows(tokens_BS, rows=weight.shape[0], rank=self.group.rank, size=self.group.size)
         out_BSD = F.embedding(rows_BS, weight).where(mine_BS.unsqueeze(-1), 0)
-        return scatter_sum(out_BSD, self.group) if self.sequence else sum_parts(out_BSD, self.group)
+        return scatter_sum(out_BSD, self.group) if self.sequence else all_reduce_sum(out_BSD, self.group)
 
 
 def _check_ids(ids: Tensor, *, vocab_size: int) -> None:

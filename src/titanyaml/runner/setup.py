@@ -27,8 +27,8 @@ from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import ConfigError, DataError
 from titanyaml.hardware import synchronize
-from titanyaml.kernels.kernel_choice import choose
-from titanyaml.kernels.master_weights import is_split, store, whole
+from titanyaml.kernels.kernel_choice import choose_kernels
+from titanyaml.kernels.master_weights import full_precision, is_split, store_full_precision
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.init import materialise
@@ -65,13 +65,13 @@ class Built:
     def weights(self) -> dict[str, Tensor]:
         """Every parameter under its name, in full precision, and the biases of routers: what a checkpoint holds."""
         named = self.model.named_parameters()
-        weights = {n: float8.plain(whole(p.detach(), self.masters.get(n))) for n, p in named}
+        weights = {n: float8.unwrap(full_precision(p.detach(), self.masters.get(n))) for n, p in named}
         return weights | expert_biases(self.model)
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """Take over what ``weights`` gave, after a checkpoint was read into it, and round it into the model."""
         for name, parameter in self.model.named_parameters():
-            store(weights[name], parameter, self.masters.get(name))
+            store_full_precision(weights[name], parameter, self.masters.get(name))
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -116,7 +116,7 @@ def transform(
         accumulation=accumulation(
             global_batch=global_batch(config, dims), local_batch=config.train.local_batch, data_degree=dims.data_degree
         ),
-        kernels=choose(config.kernels.name, device=env.device, dtype=dtype),
+        kernels=choose_kernels(config.kernels.name, device=env.device, dtype=dtype),
         log=log,
         expert_mesh=dims.build_experts(env.device.type) if mesh is not None else None,
     )

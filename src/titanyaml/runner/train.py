@@ -21,13 +21,13 @@ from titanyaml.models.moe import expert_biases
 from titanyaml.optim.schedule import lr_at
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.rundir import RunDir
-from titanyaml.runner import honesty, recompute, report, setup
+from titanyaml.runner import auto_ac, plan_vs_measured, run_report, setup
 from titanyaml.runner.evaluate import mean_loss
 from titanyaml.runner.meter import Meter
 from titanyaml.runner.profiler import Profiler
 from titanyaml.runner.routing import Routing
-from titanyaml.runner.startup import Startup
-from titanyaml.runner.step import TrainStep, valid_tokens
+from titanyaml.runner.startup_clock import Startup
+from titanyaml.runner.train_step import TrainStep, valid_tokens
 
 log = logging.getLogger("titanyaml")
 
@@ -61,8 +61,8 @@ class Trainer:
         self.last: dict[str, Any] = {}
         self.told = False  # whether plan and measurement were compared
         asked = config  # what checkpoints and records are known by
-        config, self.recompute = recompute.settle(config, env)
-        recompute.tell(self.recompute, run, env)
+        config, self.recompute = auto_ac.settle(config, env)
+        auto_ac.tell(self.recompute, run, env)
         self.config = config
         setup.set_determinism(config)
         tokenizer = setup.build_tokenizer(config, env)
@@ -120,7 +120,7 @@ class Trainer:
         self.profiler = Profiler(config.profile, run, env)
         self.trackers: tracker.Trackers | None = None
         if env.is_main:
-            report.start(
+            run_report.start(
                 config,
                 run,
                 env,
@@ -157,7 +157,7 @@ class Trainer:
         }
         self.close_trackers("done")
         if self.env.is_main:
-            report.finish(self.run, result, saved=self.config.checkpoint.enabled)
+            run_report.finish(self.run, result, saved=self.config.checkpoint.enabled)
         return result
 
     def after_first_step(self) -> None:
@@ -165,7 +165,7 @@ class Trainer:
         verified = pipeline.verify(self.built.model, self.built.resolved, self.built.context)
         self.startup.lap("first_step")
         if self.env.is_main:
-            report.verified(self.run, verified)
+            run_report.verified(self.run, verified)
             log.info("%s", self.startup.sentence())
             self.run.write_status(startup_s=self.startup.record())
         set_timeout(self.config.launch.step_timeout_s)
@@ -215,9 +215,9 @@ class Trainer:
             record["validation_loss"] = validation_loss
         self.last = record
         self._log_record(record)
-        if self.env.is_main and step >= honesty.STEP and not self.told:
+        if self.env.is_main and step >= plan_vs_measured.STEP and not self.told:
             self.told = True
-            if said := honesty.compare(config, self.env, record):
+            if said := plan_vs_measured.compare(config, self.env, record):
                 self.run.write_status(plan=said)
 
     def _log_record(self, record: dict[str, Any]) -> None:
@@ -267,8 +267,8 @@ class Trainer:
             for name, state in self.optimizer.state_tensors().items()
             for kind, tensor in state.items()
         )
-        replica_checks.refuse_different_replicas(chain(masters, self.built.model.named_buffers(), moments), self.env)
-        replica_checks.refuse_equal_streams(self.config.run.seed, self.data_rank, self.env)
+        replica_checks.check_replicas_match(chain(masters, self.built.model.named_buffers(), moments), self.env)
+        replica_checks.check_random_streams(self.config.run.seed, self.data_rank, self.env)
 
     def _preempt(self) -> None:
         self._save()
