@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.helpers import REPOSITORY, TRAINING, Cli, records, status
 
 FOLDERS = ("src", "conf", "experiments")
-FILES = ("pyproject.toml", "setup.cfg", "README.md")
+FILES = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +62,5 @@ def test_a_wheel_trains_without_the_checkout(cli: Cli, site: Path) -> None:
     source = {path.relative_to(REPOSITORY / "src") for path in (REPOSITORY / "src" / "titanyaml").rglob("*.py")}
     assert source <= {path.relative_to(site) for path in site.rglob("*.py")}, "setup.cfg lacks a package"
     assert (site / "titanyaml" / "experiments" / "lr_sweep.yaml").is_file()
+    assert (site / "titanyaml" / "py.typed").is_file()
+    assert list(site.glob("titanyaml-*.dist-info/**/LICENSE"))
