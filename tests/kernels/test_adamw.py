@@ -130,7 +130,7 @@ def test_split_masters_train_alike(device, microbatches: int) -> None:
     """Gradients come from the stored weights: equal as long as no master is a tie."""
     whole, _ = trained(device, torch.bfloat16, fused=True, microbatches=microbatches)
     split, _ = trained(device, torch.bfloat16, fused=True, microbatches=microbatches, split=True)
-    assert split.runs().startswith("fused, split masters")
+    assert split.describe().startswith("fused, split masters")
     for name, master in whole.weights().items():
         assert torch.equal(split.master(name), master.cpu()), name
 

@@ -17,7 +17,7 @@ from titanyaml.config.schema import Optim, ParamGroup
 from titanyaml.distributed.norm import clip_factor, grad_norm
 from titanyaml.distributed.rng import generator
 from titanyaml.errors import TitanError
-from titanyaml.kernels.master_weights import split_off
+from titanyaml.kernels.master_weights import split_master
 from titanyaml.optim import AdamW, build
 
 LRS = [1e-2, 3e-2, 0.0, 2e-2, 1e-2]
@@ -57,7 +57,7 @@ def masters_of(model: nn.Module) -> dict[str, Tensor]:
 def split_masters_of(model: nn.Module) -> dict[str, Tensor]:
     """The same, split."""
     masters = masters_of(model)
-    return {name: split_off(masters[name], p) for name, p in model.named_parameters()}
+    return {name: split_master(masters[name], p) for name, p in model.named_parameters()}
 
 
 def reference_of(model: nn.Module, implementation: str) -> torch.optim.AdamW:
@@ -144,7 +144,7 @@ def test_a_split_master_is_the_float32_one(name: str, implementation: str) -> No
     models = Toy(torch.bfloat16), Toy(torch.bfloat16)
     spec = replace(SPEC, name=name, implementation=implementation)
     split, whole = (optimizer_of(m, spec, of(m)) for m, of in zip(models, (split_masters_of, masters_of), strict=True))
-    assert split.runs() == f"{whole.runs()}, split masters"
+    assert split.describe() == f"{whole.describe()}, split masters"
     for step, lr in enumerate(LRS):
         for model in models:
             for key, parameter in model.named_parameters():
@@ -327,7 +327,7 @@ def update_split(rank: int, fused: bool) -> dict[str, Tensor]:
     for name, rows, at in (("cut", 5, Shard(0)), ("alike", 3, Replicate()), ("one", 1, Shard(0))):
         value = place(torch.randn((rows, 4), generator=generator(6, name)), at)
         params[name] = nn.Parameter(value.bfloat16())
-        masters[name] = split_off(value, params[name])
+        masters[name] = split_master(value, params[name])
     optimizer = build(SPEC, params, masters=masters, device="cpu", fused=fused)
     for step in range(2):
         for name, parameter in params.items():

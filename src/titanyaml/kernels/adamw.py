@@ -32,12 +32,16 @@ class Factors:
     eps: float
     decay: float
     step_size: float
-    root_scale: float
+    bias_correction2_sqrt: float
+
+    @property
+    def root_scale(self) -> float:
+        return 1 / self.bias_correction2_sqrt
 
     @classmethod
     def at(cls, step: int, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Factors:
         """Those of update ``step`` = 1, 2, ... (Loshchilov and Hutter 2019, algorithm 2)."""
-        return cls(beta1, beta2, eps, 1 - lr * weight_decay, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
+        return cls(beta1, beta2, eps, 1 - lr * weight_decay, lr / (1 - beta1**step), math.sqrt(1 - beta2**step))
 
 
 def adamw_(

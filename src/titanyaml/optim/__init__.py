@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from titanyaml.config import schema
 from titanyaml.optim.adamw import AdamW as AdamW
 from titanyaml.optim.adamw import Optimizer as Optimizer
-from titanyaml.optim.compiled import CompiledAdamW
-from titanyaml.optim.fused import FusedAdamW, fits
-from titanyaml.optim.lowbit import LowBitAdamW
+from titanyaml.optim.adamw import TrainedParameters
+from titanyaml.optim.compiled_adamw import CompiledAdamW
+from titanyaml.optim.lowbit_adamw import LowBitAdamW
+from titanyaml.optim.triton_adamw import TritonAdamW, kernel_supports
 
 
 def build(
@@ -21,37 +22,31 @@ def build(
     *,
     masters: Mapping[str, Tensor],
     device: torch.device | str,
-    elsewhere: Mapping[str, Tensor] | None = None,
+    remote_params: Mapping[str, Tensor] | None = None,
     fused: bool = False,
     one_backward: bool = False,
     compiled: str = "",
 ) -> AdamW:
-    """The optimizer that ``spec`` names.
+    """Build the optimizer that ``spec`` describes.
 
     Args:
-        named_params: trainable parameters by name; one that comes under several names (tied) counts once, under the
-            first.
-        masters: by parameter name, of every parameter that is narrower than float32: full-precision copies, or what
-            is left of split ones (``kernels.master``).
+        named_params, masters, remote_params: see ``TrainedParameters``.
         device: where the parameters are.
-        elsewhere: parameters that only other ranks hold, on meta: a pattern may match those alone.
-        fused: use our own kernel where it can be used and ``spec.implementation`` is auto.
-        compiled: backend of torch.compile that makes a graph of the update; "": none does.
-        one_backward: a step has a single backward pass, so that there is nothing to add up.
+        fused: with ``spec.implementation=auto``, use our Triton kernel where it supports the parameters.
+        one_backward: a step has a single backward pass, so gradients need no accumulation.
+        compiled: torch.compile backend for the update; "" leaves it uncompiled.
 
     Raises:
         ConfigError: a pattern of ``spec.groups`` has no effect.
     """
+    params = TrainedParameters.of(named_params, masters, remote_params or {})
     on_gpu = torch.device(device).type == "cuda"
     if spec.name != "adamw":
-        return LowBitAdamW(spec, named_params, masters=masters, compiled=on_gpu, elsewhere=elsewhere)
-    implementation = spec.implementation
+        return LowBitAdamW(spec, params, compiled=on_gpu)
     if compiled:
-        return CompiledAdamW(
-            spec, named_params, masters=masters, one_backward=one_backward, backend=compiled, elsewhere=elsewhere
-        )
-    if implementation == "auto" and fused and fits(named_params, masters):
-        return FusedAdamW(spec, named_params, masters=masters, one_backward=one_backward, elsewhere=elsewhere)
-    if implementation == "auto":
-        implementation = "fused" if on_gpu else "foreach"
-    return AdamW(spec, named_params, masters=masters, implementation=implementation, elsewhere=elsewhere)
+        return CompiledAdamW(spec, params, one_backward=one_backward, backend=compiled)
+    if spec.implementation != "auto":
+        return AdamW(spec, params, implementation=spec.implementation)
+    if fused and kernel_supports(params):
+        return TritonAdamW(spec, params, one_backward=one_backward)
+    return AdamW(spec, params, implementation="fused" if on_gpu else "foreach")

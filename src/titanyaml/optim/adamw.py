@@ -1,12 +1,11 @@
 """AdamW over full-precision weights, whatever dtype the model computes in.
 
-The update is element-wise, so it runs on the local shards of DTensors: no mixture of meshes, placements and plain
-tensors ever meets in one multi-tensor call. The state is kept as DTensors like the weights, for checkpoints.
+Where a parameter is stored in bfloat16, its *master*, the float32 value, is what is optimized, and the gradient of each
+microbatch is added to a float32 sum as soon as autograd has it. In bfloat16 alone a weight would drop every update
+below 1/512 of it, and a sum of 16 microbatches was off by up to 0.8 % in a small model. A split master
+(``kernels.master_weights``) is the same number in 2 bytes beside the stored weight.
 
-Where a parameter is stored in bfloat16, its *master* (a float32 copy) is what is optimized; each microbatch's gradient
-is added to a float32 sum as soon as autograd has it, and the bfloat16 one is freed. A bfloat16 sum of 16 microbatches
-was off by up to 0.8 % in a small model, and a bfloat16 weight drops every update smaller than 1/512 of it. A split
-master (``kernels.master``) is the same number in less memory.
+Moments and master are float32 (float64 for float64 weights); they are DTensors where the weights are, for checkpoints.
 """
 
 from __future__ import annotations
@@ -25,54 +24,83 @@ from titanyaml import float8
 from titanyaml.config import schema
 from titanyaml.distributed import compat
 from titanyaml.errors import TitanError
-from titanyaml.kernels import master_weights as masters_of
-from titanyaml.optim.groups import Group, make_groups
+from titanyaml.kernels import master_weights
+from titanyaml.kernels.adamw import Factors
+from titanyaml.optim.parameter_groups import ParameterGroup, make_groups
 
 
 class Optimizer(Protocol):
-    """What the loop asks of an optimizer."""
+    """What the training loop and checkpoints need of an optimizer."""
 
     names: tuple[str, ...]
 
     def grads(self) -> list[Tensor]:
-        """Gradients after all microbatches, in the order of ``names``; what is clipped is these.
+        """Return the gradients after all microbatches, in the order of ``names``; clipping measures these.
 
-        Their sums are in full precision; a single microbatch's may be in the dtype of the stored parameter.
+        Sums over microbatches are in full precision; a single microbatch's gradient may be in the stored dtype.
         """
         ...
 
     def step(self, lr: float, *, clip: Tensor | None = None) -> None:
-        """One update with the gradients that ``grads`` returns, times the 0-dim ``clip`` (on their device)."""
+        """Update once with the gradients that ``grads`` returns, times the 0-dim ``clip`` (on their device)."""
         ...
 
-    def runs(self) -> str:
-        """What does the update, for the log."""
+    def describe(self) -> str:
+        """Name of the implementation, for the log."""
         ...
 
     def zero_grad(self) -> None:
-        """Forget the gradients and free their memory."""
+        """Drop the gradients and free their memory."""
         ...
 
     def master(self, name: str) -> Tensor:
-        """The full-precision weight, to be read: what is optimized, or a copy where that is split."""
+        """Return the full-precision weight for reading: the optimized tensor, or a host copy where it is split."""
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """All of them by name: what a checkpoint saves, and fills in place."""
+        """Return all masters by name; a checkpoint saves them, or fills them in place."""
         ...
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over what ``weights`` gave, after a checkpoint was read into it, and round it into the model."""
+        """Take over what ``weights`` returned after a checkpoint was read into it, and round it into the model."""
         ...
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Live state by parameter name; loading into these tensors in place restores the optimizer."""
+        """Return live state by parameter name; filling these tensors in place restores the optimizer."""
         ...
 
 
+@dataclass(frozen=True)
+class TrainedParameters:
+    """The parameters of one optimizer.
+
+    Args:
+        named: trainable parameters by name.
+        masters: of every parameter narrower than float32: its float32 copy, or the remainder of a split master.
+        remote: parameters that only other pipeline ranks hold, on meta; a group's pattern may match those alone.
+    """
+
+    named: Mapping[str, nn.Parameter]
+    masters: Mapping[str, Tensor]
+    remote: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, named: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor], remote: Mapping[str, Tensor]
+    ) -> TrainedParameters:
+        """Drop every name of a tied parameter but the first: it must be updated once."""
+        first_names: dict[int, str] = {}
+        for name, parameter in named.items():
+            first_names.setdefault(id(parameter), name)
+        unique = {name: parameter for name, parameter in named.items() if first_names[id(parameter)] == name}
+        unknown = set(masters) - set(unique)
+        assert not unknown, f"masters of unknown parameters: {sorted(unknown)}"
+        return cls(unique, masters, remote)
+
+
 @dataclass(eq=False)
-class Slot:
-    """One parameter, and its master where it has one: in float32, or split."""
+class ParameterState:
+    """Optimizer state of one parameter. ``master``: float32, the int16 remainder of a split one, or None."""
 
     name: str
     parameter: nn.Parameter
@@ -83,36 +111,42 @@ class Slot:
 
     @property
     def is_split(self) -> bool:
-        return masters_of.is_split(self.master)
+        return master_weights.is_split(self.master)
 
     @property
     def weight(self) -> Tensor:
-        """What is optimized, or, of a split master, what lies as that would."""
+        """The optimized tensor; of a split master its remainder, which has the same placement and local shape."""
         return self.parameter if self.master is None else self.master
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the update."""
+        """Dtype of the update's arithmetic."""
         return torch.float32 if self.is_split else self.weight.dtype
-
-    @contextmanager
-    def opened(self) -> Iterator[Tensor]:
-        """The shard on this rank in full precision, for an update in place."""
-        if not self.is_split:
-            yield local(self.weight)
-            return
-        weight, remainder = local(self.parameter), local(self.master)
-        value = masters_of.join(weight, remainder)
-        yield value
-        masters_of.split_(value, weight, remainder)
 
     @property
     def grad(self) -> Tensor | None:
         return self.parameter.grad if self.grad_sum is None else self.grad_sum
 
+    @property
+    def local_grad(self) -> Tensor:
+        assert self.grad is not None, f"{self.name} has no gradient"
+        return local_shard(self.grad)
+
+    @contextmanager
+    def full_precision_shard(self) -> Iterator[Tensor]:
+        """Yield this rank's shard for an update in place; a split master is joined before and split again after."""
+        if self.master is None or not self.is_split:
+            yield local_shard(self.weight)
+            return
+        weight, remainder = local_shard(self.parameter), local_shard(self.master)
+        value = master_weights.join(weight, remainder)
+        yield value
+        master_weights.split_(value, weight, remainder)
+
     @torch.no_grad()
     def accumulate(self, parameter: nn.Parameter) -> None:
-        """Hook of autograd: add the fresh gradient to the sum and free it."""
+        """Autograd hook: add the fresh gradient to the float32 sum and free it, before the next one is computed."""
+        assert parameter.grad is not None
         if self.grad_sum is None:
             self.grad_sum = parameter.grad.to(self.dtype)
         else:
@@ -121,105 +155,111 @@ class Slot:
 
 
 class AdamW:
-    """Decoupled weight decay (Loshchilov and Hutter, 2019) with torch's fused, foreach or one-by-one kernels."""
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with torch's fused, foreach or single-tensor kernels.
 
-    accumulates = True  # gradients of parameters with a master into a full-precision sum
+    Args:
+        implementation: ``fused``, ``foreach``, ``loop``, or ``kernel`` of the subclasses with their own update.
+        accumulates: add gradients of parameters with a master into a full-precision sum.
+    """
 
     def __init__(
-        self,
-        spec: schema.Optim,
-        named_params: Mapping[str, nn.Parameter],
-        *,
-        masters: Mapping[str, Tensor],
-        implementation: str,
-        elsewhere: Mapping[str, Tensor] | None = None,
+        self, spec: schema.Optim, params: TrainedParameters, *, implementation: str, accumulates: bool = True
     ) -> None:
-        unique = {id(parameter): name for name, parameter in reversed(named_params.items())}
-        params = {name: p for name, p in named_params.items() if unique[id(p)] == name}
-        unknown = set(masters) - set(params)
-        assert not unknown, f"masters of unknown parameters: {sorted(unknown)}"
         self.beta1, self.beta2, self.eps = spec.beta1, spec.beta2, spec.eps
-        self.implementation = implementation
-        self.names = tuple(params)
-        everything = {**(elsewhere or {}), **params}
-        self.groups: list[Group] = [
-            Group(names, group.lr_scale, group.weight_decay)
-            for group in make_groups(spec, everything)
-            if (names := tuple(name for name in group.names if name in params))
+        self.implementation, self.accumulates = implementation, accumulates
+        self.names = tuple(params.named)
+        # Groups are made over all pipeline ranks' parameters, so that a pattern is refused only where none matches it.
+        self.groups = [
+            ParameterGroup(local_names, group.lr_scale, group.weight_decay)
+            for group in make_groups(spec, {**params.remote, **params.named})
+            if (local_names := tuple(name for name in group.names if name in params.named))
         ]
-        self._slots = {name: self._slot(name, p, masters.get(name)) for name, p in params.items()}
+        self._states = {name: self._new_state(name, p, params.masters.get(name)) for name, p in params.named.items()}
 
-    def _slot(self, name: str, parameter: nn.Parameter, master: Tensor | None) -> Slot:
-        """State of one parameter, there before the first step so that a checkpoint can be loaded into it."""
+    def _new_state(self, name: str, parameter: nn.Parameter, master: Tensor | None) -> ParameterState:
+        """Allocate the state before the first step, so that a checkpoint can be loaded into it."""
         assert parameter.requires_grad, f"{name} is frozen"
         assert master is not None or parameter.dtype.itemsize >= 4, f"{name} is {parameter.dtype} and has no master"
         weight = (parameter if master is None else master).detach()
-        dtype = torch.float32 if masters_of.is_split(master) else weight.dtype
-        # fused kernels count on the device, the others on the host, where reading the count waits for nothing
-        place = local(weight).device if self.implementation == "fused" else "cpu"
-        moments = self._moments(float8.plain(weight).to(dtype))
-        step = torch.zeros((), dtype=torch.float32, device=place)
-        slot = Slot(name, parameter, None if master is None else weight, moments, step)
+        dtype = torch.float32 if master_weights.is_split(master) else weight.dtype
+        # torch's fused kernel reads the step count on the device; all others read it on the host, without a sync
+        step_device = local_shard(weight).device if self.implementation == "fused" else torch.device("cpu")
+        moments = self._new_moments(float8.unwrap(weight).to(dtype))
+        step = torch.zeros((), dtype=torch.float32, device=step_device)
+        state = ParameterState(name, parameter, None if master is None else weight, moments, step)
         if master is not None and self.accumulates:
-            parameter.register_post_accumulate_grad_hook(slot.accumulate)
-        return slot
+            parameter.register_post_accumulate_grad_hook(state.accumulate)  # type: ignore[no-untyped-call]  # torch's
+        return state
 
-    def _moments(self, weight: Tensor) -> dict[str, Tensor]:
-        """Zeros for the moments of a weight, as they are kept and saved."""
+    def _new_moments(self, weight: Tensor) -> dict[str, Tensor]:
+        """Zero moments of a weight, as they are stored and saved."""
         return {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
 
     def grads(self) -> list[Tensor]:
-        """Gradients in the order of ``names``, each placed like its weight; see ``Optimizer`` for the dtype.
+        """Return the gradients in the order of ``names``, each placed like its weight; see ``Optimizer``.
 
         Raises:
-            TitanError: a parameter got none: it would silently stay as it is, decay included.
+            TitanError: a parameter got no gradient: it would silently stay as it is, without even decay.
         """
-        missing = [name for name, slot in self._slots.items() if slot.grad is None]
+        missing = [name for name, state in self._states.items() if state.grad is None]
         if missing:
             raise TitanError(f"no gradient reached {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}")
-        for slot in self._slots.values():
-            if isinstance(slot.grad, DTensor) and slot.grad.placements != slot.weight.placements:
-                self._replace(slot)
-        return [slot.grad for slot in self._slots.values()]
+        return [self._placed_grad(state) for state in self._states.values()]
 
     @staticmethod
-    def _replace(slot: Slot) -> None:
-        """Move a gradient to where its weight is: autograd may leave it as a pending sum."""
-        placed = slot.grad.to(slot.dtype).redistribute(placements=slot.weight.placements)
-        if slot.master is not None:
-            slot.grad_sum, slot.parameter.grad = placed, None
+    def _placed_grad(state: ParameterState) -> Tensor:
+        """Redistribute a gradient that autograd left placed unlike its weight, for example as a pending sum."""
+        grad, weight = state.grad, state.weight
+        assert grad is not None
+        if not (isinstance(grad, DTensor) and isinstance(weight, DTensor)) or grad.placements == weight.placements:
+            return grad
+        # widened before the reduction: a pending sum is to be summed over ranks in full precision
+        wide = grad.to(state.dtype)
+        assert isinstance(wide, DTensor)
+        placed = wide.redistribute(placements=weight.placements)
+        if state.master is None:
+            state.parameter.grad = placed
         else:
-            slot.parameter.grad = placed
+            state.grad_sum, state.parameter.grad = placed, None
+        return placed
 
     @torch.no_grad()
     def step(self, lr: float, *, clip: Tensor | None = None) -> None:
-        """One update; ``lr`` is multiplied by each group's ``lr_scale``, the gradients (in place) by ``clip``."""
-        grads = self.grads()  # complains of missing ones
+        """Update once; each group scales ``lr`` by its ``lr_scale``, and ``clip`` scales the gradients in place."""
+        grads = self.grads()
         if clip is not None:
-            compat.foreach_mul_([local(grad) for grad in grads], clip)
+            compat.foreach_mul_([local_shard(grad) for grad in grads], clip)
         for group in self.groups:
-            self._update([self._slots[name] for name in group.names], lr * group.lr_scale, group.weight_decay)
+            self._update([self._states[name] for name in group.names], lr * group.lr_scale, group.weight_decay)
         self._publish()
 
-    def _update(self, slots: list[Slot], lr: float, weight_decay: float) -> None:
-        for slot in slots:
-            if local(slot.weight).numel() == 0:
-                slot.step += 1  # an empty shard: nothing to update, but all ranks save the same count
-        slots = [slot for slot in slots if local(slot.weight).numel()]
-        # a split master is whole during its own update alone
-        together = [[slot for slot in slots if not slot.is_split], *([slot] for slot in slots if slot.is_split)]
-        for some in filter(None, together):
-            with ExitStack() as opened:
-                self._update_together(some, [opened.enter_context(slot.opened()) for slot in some], lr, weight_decay)
+    def _update(self, states: list[ParameterState], lr: float, weight_decay: float) -> None:
+        """Update the parameters of one group.
 
-    def _update_together(self, slots: list[Slot], weights: list[Tensor], lr: float, weight_decay: float) -> None:
+        AdamW is element-wise, so it runs on local shards: a multi-tensor call never meets a mixture of meshes,
+        placements and plain tensors.
+        """
+        for state in states:
+            if local_shard(state.weight).numel() == 0:
+                state.step += 1  # an empty shard has nothing to update, but all ranks must save the same count
+        states = [state for state in states if local_shard(state.weight).numel()]
+        # Split masters are updated one at a time: only one joined float32 copy exists at any moment.
+        batches = [[state for state in states if not state.is_split], *([state] for state in states if state.is_split)]
+        for batch in filter(None, batches):
+            with ExitStack() as stack:
+                weights = [stack.enter_context(state.full_precision_shard()) for state in batch]
+                self._update_batch(batch, weights, lr, weight_decay)
+
+    def _update_batch(
+        self, states: list[ParameterState], weights: list[Tensor], lr: float, weight_decay: float
+    ) -> None:
         adamw(
             weights,
-            [local(slot.grad) for slot in slots],
-            [local(slot.moments["exp_avg"]) for slot in slots],
-            [local(slot.moments["exp_avg_sq"]) for slot in slots],
+            [state.local_grad for state in states],
+            [local_shard(state.moments["exp_avg"]) for state in states],
+            [local_shard(state.moments["exp_avg_sq"]) for state in states],
             [],
-            [slot.step for slot in slots],
+            [state.step for state in states],
             foreach=self.implementation == "foreach",
             fused=self.implementation == "fused",
             amsgrad=False,
@@ -231,22 +271,27 @@ class AdamW:
             weight_decay=weight_decay,
         )
 
-    def runs(self) -> str:
-        """See ``Optimizer``."""
-        return f"torch, {self.implementation}{self._splits()}"
+    def _factors(self, state: ParameterState, lr: float, weight_decay: float) -> Factors:
+        """Scalars of the update numbered ``state.step``, for subclasses with their own update."""
+        betas = {"beta1": self.beta1, "beta2": self.beta2}
+        return Factors.at(int(state.step), lr=lr, **betas, eps=self.eps, weight_decay=weight_decay)
 
-    def _splits(self) -> str:
-        return ", split masters" if any(slot.is_split for slot in self._slots.values()) else ""
+    def describe(self) -> str:
+        """See ``Optimizer``."""
+        return f"torch, {self.implementation}{self._split_note()}"
+
+    def _split_note(self) -> str:
+        return ", split masters" if any(state.is_split for state in self._states.values()) else ""
 
     def zero_grad(self) -> None:
-        """Forget the gradients and free their memory."""
-        for slot in self._slots.values():
-            slot.parameter.grad = slot.grad_sum = None
+        """See ``Optimizer``."""
+        for state in self._states.values():
+            state.parameter.grad = state.grad_sum = None
 
     def master(self, name: str) -> Tensor:
-        """See ``Optimizer``; a copy of a plain tensor is in host memory."""
-        slot = self._slots[name]
-        return float8.plain(masters_of.whole(slot.parameter.detach(), slot.master))
+        """See ``Optimizer``."""
+        state = self._states[name]
+        return float8.unwrap(master_weights.full_precision(state.parameter.detach(), state.master))
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Optimizer``."""
@@ -254,21 +299,57 @@ class AdamW:
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """See ``Optimizer``."""
-        for name, slot in self._slots.items():
-            masters_of.store(weights[name], slot.parameter, slot.master)
+        for name, state in self._states.items():
+            master_weights.store_full_precision(weights[name], state.parameter, state.master)
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Round the float32 masters (to nearest) into the parameters of the model."""
-        slots = [slot for slot in self._slots.values() if slot.master is not None and not slot.is_split]
-        if slots:
-            compat.foreach_copy_([local(s.parameter) for s in slots], [local(s.weight) for s in slots])
+        """Round the float32 masters to nearest into the model; split masters were stored by their own update."""
+        states = [state for state in self._states.values() if state.master is not None and not state.is_split]
+        if states:
+            compat.foreach_copy_([local_shard(s.parameter) for s in states], [local_shard(s.weight) for s in states])
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """``{name: {exp_avg, exp_avg_sq, step}}``; moments like the weight, ``step`` 0-dim float32 (exact to 2**24)."""
-        return {name: {**slot.moments, "step": slot.step} for name, slot in self._slots.items()}
+        return {name: {**state.moments, "step": state.step} for name, state in self._states.items()}
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The shard on this rank, sharing memory; to be called without grad mode."""
-    return float8.plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+class PerParameterAdamW(AdamW):
+    """Base of updates that handle one parameter at a time: clipping, update and rounding into the model in one pass.
+
+    With one backward pass a step, a bfloat16 parameter's gradient is read as autograd left it: a float32 copy would
+    hold the same numbers. With several, their sum is float32 as in ``AdamW``.
+
+    Args:
+        one_backward: a step has a single backward pass.
+    """
+
+    def __init__(self, spec: schema.Optim, params: TrainedParameters, *, one_backward: bool) -> None:
+        super().__init__(spec, params, implementation="kernel", accumulates=not one_backward)
+
+    @torch.no_grad()
+    def step(self, lr: float, *, clip: Tensor | None = None) -> None:
+        """See ``AdamW``, but gradients are left unclipped: scaling them would be one more pass over memory."""
+        grads = dict(zip(self.names, map(local_shard, self.grads()), strict=True))
+        if clip is None:
+            clip = torch.ones((), device=next(iter(grads.values())).device)
+        for group in self.groups:
+            for state in (self._states[name] for name in group.names):
+                state.step += 1  # for empty shards too: all ranks must save the same count
+                if local_shard(state.weight).numel():
+                    factors = self._factors(state, lr * group.lr_scale, group.weight_decay)
+                    self._update_one(state, grads[state.name], clip, factors)
+                # Our kernels write without autograd noticing. Holders of a copy, such as the cached float8 cast of a
+                # weight, compare versions to see that it is stale.
+                torch.autograd.graph.increment_version(local_shard(state.weight))
+
+    def _update_one(self, state: ParameterState, grad: Tensor, clip: Tensor, factors: Factors) -> None:
+        raise NotImplementedError
+
+    def _accumulation_note(self) -> str:
+        return "" if self.accumulates else ", gradients read as autograd leaves them"
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The shard on this rank, sharing memory. To be called without grad mode, which would record ``to_local``."""
+    return float8.unwrap(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

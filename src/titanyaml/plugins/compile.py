@@ -15,7 +15,7 @@ from titanyaml import loss
 from titanyaml.config.rules.compile import unknown_backend
 from titanyaml.distributed import compat_compile
 from titanyaml.errors import PipelineError, Problem
-from titanyaml.optim import compiled_adamw as optimizer
+from titanyaml.optim import compiled_adamw
 from titanyaml.pipeline.protocol import Change, Context
 
 MODES = ("auto", "none", "block", "model")
@@ -183,7 +183,7 @@ class Compile:
         counts = compat_compile.compile_counts() - self.earlier
         functions = {
             "compile.loss": self.loss and loss.chunk_loss,
-            "compile.optimizer": self.optimizer and optimizer.update,
+            "compile.optimizer": self.optimizer and compiled_adamw.update,
         }
         made = {key: compat_compile.count_graphs_of(function) for key, function in functions.items() if function}
         idle = [key for key, graphs in made.items() if not graphs]

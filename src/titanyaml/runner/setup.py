@@ -1,6 +1,7 @@
-"""From a resolved configuration to the objects that a runner works with, in the order in which they depend.
+"""From a configuration to the objects that a runner works with.
 
-``build_tokenizer`` -> ``build_data`` -> ``build_model`` (meta -> pipeline -> materialise) -> the runner's own loop.
+``build_all`` is the order of a training run; evaluation and sampling call ``build_tokenizer``, ``build_data`` and
+``build_model`` alone; a check stops after ``transform``.
 """
 
 from __future__ import annotations
@@ -9,18 +10,17 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from titanyaml import data as text
-from titanyaml import float8
+from titanyaml import data as text_data
+from titanyaml import float8, optim
 from titanyaml.checkpoint import Checkpointer
 from titanyaml.config import degrees, dump
 from titanyaml.config.schema import Config
-from titanyaml.data.loader import Batch, accumulation
+from titanyaml.data.loader import Batches, accumulation
 from titanyaml.data.packing import TokenData
 from titanyaml.distributed import comm
 from titanyaml.distributed.env import Env
@@ -29,6 +29,7 @@ from titanyaml.errors import ConfigError, DataError
 from titanyaml.hardware import synchronize
 from titanyaml.kernels.kernel_choice import choose_kernels
 from titanyaml.kernels.master_weights import full_precision, is_split, store_full_precision
+from titanyaml.kernels.square_sum import square_sum
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.init import materialise
@@ -37,6 +38,12 @@ from titanyaml.optim import Optimizer
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.pipeline.protocol import Change, Context
 from titanyaml.rundir import RunDir
+from titanyaml.runner import training_state
+from titanyaml.runner.meter import Meter
+from titanyaml.runner.profiler import Profiler
+from titanyaml.runner.routing import Routing
+from titanyaml.runner.startup_clock import StartupClock
+from titanyaml.runner.train_step import TrainStep
 from titanyaml.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,11 +54,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A model ready to run.
 
     Args:
-        model: the transformed model, materialised on the device.
+        model: transformed by the pipeline and materialised on the device.
         masters: of parameters that are stored narrower, by name (``models.init.materialise``).
         context: what the plugins were told. resolved: the ordered plugins. changes: what each of them did.
     """
@@ -62,16 +69,82 @@ class Built:
     resolved: pipeline.ResolvedPipeline
     changes: list[tuple[str, Change]]
 
+    @property
+    def data_rank(self) -> int:
+        """Which part of the batch this rank reads."""
+        return self.context.dims.data_rank(self.context.mesh)
+
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter under its name, in full precision, and the biases of routers: what a checkpoint holds."""
+        """Full-precision parameters by name, and router biases: the weights of a checkpoint."""
         named = self.model.named_parameters()
         weights = {n: float8.unwrap(full_precision(p.detach(), self.masters.get(n))) for n, p in named}
         return weights | expert_biases(self.model)
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Take over what ``weights`` gave, after a checkpoint was read into it, and round it into the model."""
+        """Round ``weights`` into the model, after a checkpoint was read into what ``weights()`` gave."""
         for name, parameter in self.model.named_parameters():
             store_full_precision(weights[name], parameter, self.masters.get(name))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A training run ready for its first step.
+
+    Args:
+        train_data, validation_data: packed samples; the latter None where ``validation.batches`` is 0.
+        last_step: of the checkpoint that was loaded; 0 for a new run.
+    """
+
+    built: BuiltModel
+    train_data: TokenData
+    validation_data: TokenData | None
+    optimizer: Optimizer
+    train_step: TrainStep
+    checkpointer: Checkpointer
+    last_step: int
+    batches: Batches
+    meter: Meter
+    profiler: Profiler
+
+
+def build_all(config: Config, run: RunDir, env: Env, *, requested_config: Config, clock: StartupClock) -> Parts:
+    """Build a training run, each part after those that it needs.
+
+    Args:
+        config: with a concrete ``ac.mode``.
+        requested_config: as it was typed. Checkpoints carry its hash, so that ``ac=auto`` may resolve otherwise on the
+            device of a resume.
+    """
+    set_determinism(config)
+    tokenizer = build_tokenizer(config, env)
+    train_data = build_data(config, env, tokenizer, split="train")
+    has_validation = config.validation.batches > 0
+    validation_data = build_data(config, env, tokenizer, split="validation") if has_validation else None
+    clock.lap("data")
+    built = build_model(config, env, lap=clock.lap)
+    optimizer = build_optimizer(config, env, built)
+    train_step = build_train_step(config, env, built, optimizer)
+    checkpointer = build_checkpointer(requested_config, run, env)
+    # before the batches: a checkpoint says where in the data they start
+    last_step, data_state = training_state.restore(config, built.model, optimizer, checkpointer)
+    if env.is_main:
+        run.truncate_metrics(last_step)
+    # after the checkpoint, so that what was loaded is compared too
+    training_state.check_ranks(config, built.model, optimizer, env, data_rank=built.data_rank)
+    batches = build_batches(config, built, train_data, data_state)
+    meter = Meter(config, built.context, env, global_batch=global_batch(config, built.context.dims))
+    return Parts(
+        built=built,
+        train_data=train_data,
+        validation_data=validation_data,
+        optimizer=optimizer,
+        train_step=train_step,
+        checkpointer=checkpointer,
+        last_step=last_step,
+        batches=batches,
+        meter=meter,
+        profiler=Profiler(config.profile, run, env),
+    )
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -82,13 +155,8 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def master_format(config: Config) -> str:
-    """What is optimized, in words."""
-    return f"{config.train.param_dtype}{' split into bfloat16 and 16 bits' if config.optim.master == 'split' else ''}"
-
-
-def storage(config: Config, env: Env) -> torch.device:
-    """Where parameters, gradients and optimizer state live."""
+def storage_device(config: Config, env: Env) -> torch.device:
+    """Where parameters, gradients and optimizer state are kept."""
     return torch.device("cpu") if config.parallel.fsdp_cpu_offload else env.device
 
 
@@ -100,7 +168,7 @@ def global_batch(config: Config, dims: ParallelDims) -> int:
 def transform(
     config: Config, env: Env, dims: ParallelDims, *, mesh: DeviceMesh | None
 ) -> tuple[nn.Module, Context, pipeline.ResolvedPipeline, list[tuple[str, Change]]]:
-    """Build the model on meta and run the pipeline over it: the same for a run and for a check of it."""
+    """Build the model on meta and run the pipeline over it: the same for a run, a check and a trace."""
     model = decoder.build(config.model)
     dtype = compute_dtype(config, env.device)
     ctx = Context(
@@ -125,14 +193,14 @@ def transform(
     return model, ctx, resolved, changes
 
 
-def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda part: None) -> Built:
-    """Model on meta, pipeline, materialised weights: the whole of what "planned is what is trained" means.
+def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda part: None) -> BuiltModel:
+    """Build the model on meta, transform it, and give it memory and first values.
 
     Args:
-        lap: told when "build" and when "materialise" is done (``startup.Startup.lap``).
+        lap: called when the parts "build" and "materialise" of the start are done (``StartupClock.lap``).
 
     Raises:
-        ConfigError: masters are to be split, and there are none.
+        ConfigError: ``optim.master=split``, and no parameter is stored in bfloat16.
     """
     dims = ParallelDims.resolve(config.parallel, env.world_size)
     mesh = dims.build(env.device.type) if env.world_size > 1 else None
@@ -144,7 +212,7 @@ def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda
         device=env.device,
         seed=config.run.seed,
         param_dtype=ctx.param_dtype,
-        storage=storage(config, env),
+        storage=storage_device(config, env),
         split=split,
     )
     if split and not any(map(is_split, masters.values())):
@@ -155,19 +223,19 @@ def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda
         )
     synchronize(env.device)
     lap("materialise")
-    return Built(model, masters, ctx, resolved, changes)
+    return BuiltModel(model, masters, ctx, resolved, changes)
 
 
 def rank0_first(env: Env, build: Callable[[], T]) -> T:
-    """Build on rank 0, then on the others: what it caches is written once and read by the rest.
+    """Build on rank 0, then on the others, so that a cache is written once and read by all others.
 
-    A failure of rank 0 is raised on every rank, with its own type.
+    A failure of rank 0 is raised on every rank, with its own type: none of them is left to wait.
     """
     failure, result = None, None
     if env.is_main:
         try:
             result = build()
-        except Exception as error:  # noqa: BLE001 - told to every rank, then raised on each
+        except Exception as error:  # noqa: BLE001 - sent to every rank, and raised on each
             failure = error
     failure = comm.broadcast_object(failure, env)
     if failure is not None:
@@ -183,7 +251,7 @@ def build_tokenizer(config: Config, env: Env) -> Tokenizer | None:
     """
     if config.data.kind == "synthetic":
         return None
-    tokenizer = rank0_first(env, lambda: text.build_tokenizer(config.tokenizer, config.data))
+    tokenizer = rank0_first(env, lambda: text_data.build_tokenizer(config.tokenizer, config.data))
     if tokenizer.vocab_size > config.model.vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {config.model.vocab_size} rows",
@@ -197,7 +265,7 @@ def build_data(config: Config, env: Env, tokenizer: Tokenizer | None, *, split: 
     """The packed samples of ``split``: "train" or "validation"."""
     return rank0_first(
         env,
-        lambda: text.build(
+        lambda: text_data.build(
             config.data,
             tokenizer=tokenizer,
             seq_len=config.train.seq_len,
@@ -208,13 +276,11 @@ def build_data(config: Config, env: Env, tokenizer: Tokenizer | None, *, split: 
     )
 
 
-def loss_function(config: Config, ctx: Context) -> CrossEntropy:
-    """The configured loss.
-
-    A fused chunk of 4096 holds 2 bytes a logit, a plain one of 1024 about 10: less memory, and a quarter of the passes
-    over the head's float32 gradient.
-    """
+def build_loss(config: Config, ctx: Context) -> CrossEntropy:
+    """The configured loss."""
     fused = ctx.kernels.fused
+    # A fused chunk holds 2 bytes a logit, a plain one about 10. Longer chunks make fewer passes over the head's float32
+    # gradient, so the fused loss affords 4096 tokens in less memory than a plain chunk of 1024.
     return CrossEntropy(
         chunk_tokens=config.loss.chunk_tokens or (4096 if fused else 1024),
         fused=fused,
@@ -222,31 +288,58 @@ def loss_function(config: Config, ctx: Context) -> CrossEntropy:
     )
 
 
-def fused_optimizer(config: Config, ctx: Context) -> bool:
-    """Whether the kernels of update and gradient norm may run: where the weights are."""
+def uses_fused_optimizer(config: Config, ctx: Context) -> bool:
+    """Whether our kernels of update and gradient norm may run: they need the weights on the GPU."""
     return ctx.kernels.fused and not config.parallel.fsdp_cpu_offload
 
 
-def kernels(config: Config, ctx: Context, optimizer: Optimizer) -> dict[str, str]:
-    """What runs, for the log: operator to kernel, and ``why``."""
-    choice, loss = ctx.kernels, loss_function(config, ctx)
-    sharded = f", normalised over {ctx.dims.tp} tp ranks" if ctx.dims.tp > 1 else ""
-    return {
-        "why": choice.reason,
-        "cross_entropy": f"{loss.describe()}, {loss.chunk_tokens} tokens a chunk{sharded}",
-        config.optim.name: optimizer.runs(),
-        "gradient norm": "fused" if fused_optimizer(config, ctx) else "torch",
-    }
+def build_optimizer(config: Config, env: Env, built: BuiltModel) -> Optimizer:
+    """The optimizer of this rank's parameters."""
+    ctx = built.context
+    return optim.build(
+        config.optim,
+        dict(built.model.named_parameters()),
+        masters=built.masters,
+        device=storage_device(config, env),
+        remote_params=getattr(built.model, "elsewhere", None),
+        fused=uses_fused_optimizer(config, ctx),
+        one_backward=ctx.accumulation == 1 and ctx.dims.pp == 1,
+        compiled=config.compile.backend if config.compile.optimizer else "",
+    )
 
 
-def to_device(batch: Batch, device: torch.device, *, documents: bool) -> dict[str, Tensor | None]:
-    """A batch as the model's keyword arguments; document ids travel only where the model masks by them."""
-    move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
-    return {
-        "tokens_BS": move(batch.tokens_BS),
-        "labels_BS": move(batch.labels_BS),
-        "documents_BS": move(batch.documents_BS) if documents else None,
-    }
+def build_train_step(config: Config, env: Env, built: BuiltModel, optimizer: Optimizer) -> TrainStep:
+    """Forward, backward and update of one step."""
+    ctx, moe = built.context, config.model.moe
+    return TrainStep(
+        built.model,
+        optimizer,
+        loss_fn=build_loss(config, ctx),
+        max_norm=config.train.max_norm,
+        documents=config.model.document_mask,
+        env=env,
+        adds_loss=ctx.dims.adds_loss(ctx.mesh),
+        routing=Routing(built.model, moe, ctx.facts, mesh=ctx.mesh, env=env) if moe.num_experts else None,
+        square_sum=square_sum if uses_fused_optimizer(config, ctx) else None,
+    )
+
+
+def build_batches(
+    config: Config, built: BuiltModel, train_data: TokenData, data_state: dict[str, Any] | None
+) -> Batches:
+    """This rank's batches from ``data_state`` on (None: the first one); starts the thread that reads ahead."""
+    dims = built.context.dims
+    return Batches(
+        train_data,
+        seed=config.run.seed,
+        global_batch=global_batch(config, dims),
+        local_batch=config.train.local_batch,
+        data_rank=built.data_rank,
+        data_degree=dims.data_degree,
+        prefetch=config.data.prefetch,
+        shuffle=config.data.shuffle,
+        state=data_state,
+    )
 
 
 def set_determinism(config: Config) -> None:
@@ -257,20 +350,12 @@ def set_determinism(config: Config) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def checkpointer(config: Config, run: RunDir, env: Env) -> Checkpointer:
+def build_checkpointer(config: Config, run: RunDir, env: Env) -> Checkpointer:
     """Reads and writes the checkpoints of ``run``."""
     return Checkpointer(
         run,
         keep=config.checkpoint.keep,
-        config_hash=dump.dataclass_hash(config),
+        config_hash=dump.config_hash(config),
         env=env,
         timeout_s=config.launch.startup_timeout_s,
     )
-
-
-def resume_path(config: Config, checkpoints: Checkpointer) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` names, None for a start at step 0."""
-    resume = config.checkpoint.resume
-    if resume == "none":
-        return None
-    return checkpoints.latest() if resume == "auto" else checkpoints.find(Path(resume))

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tests.optim.test_adamw import LRS, SPEC, Toy, batch, masters_of
 from titanyaml.distributed import compat_compile
-from titanyaml.kernels.master_weights import split_off
-from titanyaml.optim import build, compiled
-from titanyaml.optim.compiled import CompiledAdamW
+from titanyaml.kernels.master_weights import split_master
+from titanyaml.optim import build, compiled_adamw
+from titanyaml.optim.compiled_adamw import CompiledAdamW
 
 #: backend, dtype of the model, of the masters, whether the gradient is read as autograd leaves it, graphs.
 CASES = [
@@ -30,7 +30,7 @@ def test_updates_as_eager(backend: str, dtype: torch.dtype, master: torch.dtype 
         named = dict(model.named_parameters())
         masters = {} if master is None else masters_of(model)
         if master == torch.int16:  # split: the remainder
-            masters = {key: split_off(value, named[key]) for key, value in masters.items()}
+            masters = {key: split_master(value, named[key]) for key, value in masters.items()}
         else:
             for key, value in masters.items():
                 named[key].data.copy_(value)
@@ -38,14 +38,14 @@ def test_updates_as_eager(backend: str, dtype: torch.dtype, master: torch.dtype 
             build(SPEC, named, masters=masters, device="cpu", one_backward=one and bool(how), compiled=how)
         )
     ours, theirs = optimizers
-    assert isinstance(ours, CompiledAdamW) and ours.runs().startswith("compiled")
+    assert isinstance(ours, CompiledAdamW) and ours.describe().startswith("compiled")
     clip = torch.tensor(0.7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     for step, lr in enumerate(LRS):
         for model, optimizer in zip(models, optimizers, strict=True):
             model(batch(step, dtype=dtype)).backward()
             optimizer.step(lr, clip=clip)
             optimizer.zero_grad()
-    assert compat_compile.graphs_of(compiled.update) == graphs
+    assert compat_compile.count_graphs_of(compiled_adamw.update) == graphs
     for name in ours.names:
         mine, other = ours.state_tensors()[name], theirs.state_tensors()[name]
         pairs: list[tuple[Tensor, Tensor]] = [(ours.master(name), theirs.master(name))]

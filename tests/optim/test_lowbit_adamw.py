@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.ranks import run_ranks
 from titanyaml.config.schema import Optim
 from titanyaml.distributed.rng import generator
-from titanyaml.optim import AdamW, build, codes
-from titanyaml.optim.lowbit import BLOCK, LowBitAdamW, block_size
+from titanyaml.optim import AdamW, build, moment_codes
+from titanyaml.optim.lowbit_adamw import BLOCK, LowBitAdamW, block_size
 
 KINDS = ("adamw_bf16", "adamw_8bit")
 SHAPES = {"wide": (6, 512), "odd": (10, 96), "ragged": (4, 30), "experts": (2, 3, 128), "norm": (256,)}
 
 
 def bits(like: Tensor, step: int) -> Tensor:
-    return codes.random_bits(like, torch.tensor(step * 0x9E3779B1 % 2**32))
+    return moment_codes.random_bits(like, torch.tensor(step * 0x9E3779B1 % 2**32))
 
 
 def sample() -> Tensor:
@@ -38,11 +38,11 @@ def roundings(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     results = []
     for step in range(300):
         if kind == "bfloat16":
-            results.append(codes.to_bfloat16(x, bits(x, step) & 0xFFFF).float())
+            results.append(moment_codes.to_bfloat16(x, bits(x, step) & 0xFFFF).float())
         elif kind == "signed":
-            results.append(codes.decode_signed(*codes.encode_signed(x, bits(x, step) & 0xFFFFF)))
+            results.append(moment_codes.decode_signed(*moment_codes.encode_signed(x, bits(x, step) & 0xFFFFF)))
         else:
-            results.append(codes.decode_positive(*codes.encode_positive(x, bits(x, step) >> 20)))
+            results.append(moment_codes.decode_positive(*moment_codes.encode_positive(x, bits(x, step) >> 20)))
     every = torch.stack(results)
     return every.mean(0), ((every - x) / x).abs().amax(0)
 
@@ -64,7 +64,7 @@ def test_rounding_is_right_on_average_and_never_off_by_more_than_a_step(kind: st
 
 def test_what_is_too_small_for_a_code_is_coded_too_large_never_zero() -> None:
     x = torch.tensor([[1e-20, 1.0, 0.0, 1e-3]])
-    found = codes.decode_positive(*codes.encode_positive(x, bits(x, 0) >> 20))
+    found = moment_codes.decode_positive(*moment_codes.encode_positive(x, bits(x, 0) >> 20))
     assert found[0, 0] == pytest.approx(2**-32, rel=1e-3) and found[0, 2] == 0 and found[0, 1] == pytest.approx(1)
 
 
@@ -197,7 +197,7 @@ def test_one_compiled_graph_does_what_eager_does() -> None:
     eager, traced = weights(), weights()
     mine, other = optimizer("adamw_8bit", eager), optimizer("adamw_8bit", traced)
     assert isinstance(other, LowBitAdamW)
-    other.rule = torch.compile(other.rule, fullgraph=True, dynamic=True, backend="aot_eager")
+    other.update_rule = torch.compile(other.update_rule, fullgraph=True, dynamic=True, backend="aot_eager")
     for opt, params in ((mine, eager), (other, traced)):
         updates(opt, params, range(3))
     assert all(torch.allclose(eager[name], traced[name], rtol=1e-6, atol=1e-7) for name in SHAPES)

@@ -5,7 +5,7 @@ import torch
 
 from titanyaml.config.schema import Optim, ParamGroup
 from titanyaml.errors import ConfigError
-from titanyaml.optim.groups import Group, make_groups
+from titanyaml.optim.parameter_groups import ParameterGroup, make_groups
 
 PARAMS = {
     "tok_embeddings.weight": torch.zeros(4, 2),
@@ -16,14 +16,14 @@ PARAMS = {
 }
 
 
-def groups(*rules: ParamGroup) -> list[Group]:
+def groups(*rules: ParamGroup) -> list[ParameterGroup]:
     return make_groups(Optim(weight_decay=0.1, groups=list(rules)), PARAMS)
 
 
 def test_norms_and_biases_never_decay() -> None:
     assert groups() == [
-        Group(("tok_embeddings.weight", "layers.0.attention.wq.weight", "output.weight"), 1.0, 0.1),
-        Group(("layers.0.attention.wq.bias", "layers.0.ffn_norm.weight"), 1.0, 0.0),
+        ParameterGroup(("tok_embeddings.weight", "layers.0.attention.wq.weight", "output.weight"), 1.0, 0.1),
+        ParameterGroup(("layers.0.attention.wq.bias", "layers.0.ffn_norm.weight"), 1.0, 0.0),
     ]
 
 
@@ -33,11 +33,11 @@ def test_the_first_match_wins_and_matrices_take_the_groups_decay() -> None:
         ParamGroup("wq|output", lr_scale=2.0, weight_decay=0.3),
     )
     assert found == [
-        Group(("output.weight",), 0.5, 0.0),
-        Group(("layers.0.attention.wq.weight",), 2.0, 0.3),
-        Group(("layers.0.attention.wq.bias",), 2.0, 0.0),
-        Group(("tok_embeddings.weight",), 1.0, 0.1),
-        Group(("layers.0.ffn_norm.weight",), 1.0, 0.0),
+        ParameterGroup(("output.weight",), 0.5, 0.0),
+        ParameterGroup(("layers.0.attention.wq.weight",), 2.0, 0.3),
+        ParameterGroup(("layers.0.attention.wq.bias",), 2.0, 0.0),
+        ParameterGroup(("tok_embeddings.weight",), 1.0, 0.1),
+        ParameterGroup(("layers.0.ffn_norm.weight",), 1.0, 0.0),
     ]
 
 

@@ -1,0 +1,34 @@
+"""AdamW's update in plain tensor operators, for graphs of torch.compile.
+
+    m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2        weight *= 1 - lr * weight_decay
+    weight -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+Loshchilov and Hutter 2019, algorithm 2, with the bias corrections moved to scalars as in PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titanyaml.kernels.adamw import Factors
+
+
+def factor_tensors(factors: Factors, *, like: Tensor) -> tuple[Tensor, ...]:
+    """The scalars of one update as 0-dim tensors in ``like``'s dtype, on its device."""
+    # Tensors, since a graph would hold Python numbers as constants and be compiled anew in every step. The bias
+    # corrections come computed in float64: in float32, 1 - 0.999^t loses three of seven digits in the first steps.
+    f = factors
+    numbers = [f.beta1, f.beta2, f.eps, f.decay, f.step_size, f.bias_correction2_sqrt]
+    return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True).unbind()
+
+
+def adamw(
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, factors: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Update ``weight`` in place and return the new moments, in the dtype of the inputs (float32 or float64)."""
+    beta1, beta2, eps, decay, step_size, bias_correction2_sqrt = factors
+    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
+    exp_avg_sq = exp_avg_sq * beta2 + (1 - beta2) * grad * grad
+    weight.mul_(decay).sub_(step_size * exp_avg / (exp_avg_sq.sqrt() / bias_correction2_sqrt + eps))
+    return exp_avg, exp_avg_sq

@@ -1,0 +1,105 @@
+"""The log lines at the start and the end of a run, and ``pipeline.json``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titanyaml.config.rules.measure import bench_steps
+from titanyaml.config.schema import Config
+from titanyaml.data.packing import TokenData
+from titanyaml.data.stream import StreamData
+from titanyaml.data.synthetic import SyntheticData
+from titanyaml.distributed.env import Env
+from titanyaml.optim import Optimizer
+from titanyaml.pipeline import show
+from titanyaml.pipeline.protocol import Change, Context, dtype_name
+from titanyaml.rundir import RunDir, atomic_write
+from titanyaml.runner.setup import Parts, build_loss, global_batch, uses_fused_optimizer
+
+log = logging.getLogger("titanyaml")
+
+
+def start(config: Config, run: RunDir, env: Env, parts: Parts) -> None:
+    """Log what is about to be trained, on what, in which precision; write ``pipeline.json``."""
+    built, ctx = parts.built, parts.built.context
+    records = show.records(built.resolved, built.changes)
+    atomic_write(run.path / "pipeline.json", json.dumps(records, indent=1) + "\n")
+    log.info("run %s", run.path)
+    num_params, is_default = f"{ctx.facts.num_params:,}", config.train.compute_dtype == "auto"
+    reason = f"the default on {env.device.type}" if is_default else "train.compute_dtype"
+    compute, reduce = dtype_name(ctx.compute_dtype), dtype_name(ctx.reduce_dtype)
+    dtypes = f"compute {compute} ({reason}), master {master_format(config)}, reduce {reduce}"
+    ranks = "1 rank" if env.world_size == 1 else f"{env.world_size} ranks"
+    log.info("model %s: %s parameters; %s; %s on %s", config.model.name, num_params, dtypes, ranks, env.device.type)
+    for name, change in built.changes:
+        log.info("pipeline %s: %s", name, "; ".join([change.summary, *change.left_alone()]))
+    for name, off_reason in built.resolved.off.items():
+        log.info("pipeline %s: off, %s", name, off_reason)
+    kernels = describe_kernels(config, ctx, parts.optimizer)
+    listed = "; ".join(f"{operator}: {kernel}" for operator, kernel in kernels.items() if operator != "why")
+    log.info("kernels %s (%s)", listed, kernels["why"])
+    run.event("kernels", listed, **kernels)
+    sequences, seq_len = global_batch(config, ctx.dims), config.train.seq_len
+    batch = f"{sequences * seq_len:,} tokens a step ({sequences} x {seq_len}, accumulation {ctx.accumulation})"
+    first_step = parts.last_step + 1
+    last_step = bench_steps(config.runner) if config.runner.name == "bench" else config.train.steps
+    steps = f"steps {first_step} to {last_step}" if first_step <= last_step else "no step is left"
+    log.info("data %s: %s; %s; %s", config.data.kind, _size(parts.train_data), batch, steps)
+
+
+def master_format(config: Config) -> str:
+    """The format of the weights that the optimizer updates."""
+    is_split = config.optim.master == "split"
+    return f"{config.train.param_dtype} split into bfloat16 and 16 bits" if is_split else config.train.param_dtype
+
+
+def describe_kernels(config: Config, ctx: Context, optimizer: Optimizer) -> dict[str, str]:
+    """Operator to the kernel that runs, and ``why``."""
+    loss = build_loss(config, ctx)
+    sharded = f", normalised over {ctx.dims.tp} tp ranks" if ctx.dims.tp > 1 else ""
+    return {
+        "why": ctx.kernels.reason,
+        "cross_entropy": f"{loss.describe()}, {loss.chunk_tokens} tokens a chunk{sharded}",
+        config.optim.name: optimizer.describe(),
+        "gradient norm": "fused" if uses_fused_optimizer(config, ctx) else "torch",
+    }
+
+
+def add_verified(run: RunDir, changes: Sequence[tuple[str, Change]]) -> None:
+    """Add to ``pipeline.json`` what only the first step could show."""
+    path = run.path / "pipeline.json"
+    records = json.loads(path.read_text())
+    for name, change in changes:
+        record = next(record for record in records if record["node"] == name)
+        record["verified"] = {"summary": change.summary, "modules": change.modules, "skipped": change.skipped}
+    atomic_write(path, json.dumps(records, indent=1) + "\n")
+
+
+def finish(run: RunDir, result: dict[str, Any], *, saved: bool) -> None:
+    """Log the last lines: losses, the folder, and what to type next."""
+    losses = [f"loss {result['loss']:.4f}"] if "loss" in result else []
+    if "validation_loss" in result:
+        losses.append(f"validation loss {result['validation_loss']:.4f}")
+    log.info("done at step %d: %s", result["step"], ", ".join(losses) or "nothing was left to do")
+    log.info("run directory: %s", run.path)
+    if saved:
+        log.info("sample from it: python -m titanyaml parallel=single runner=sample %s", _checkpoint_override(run.path))
+
+
+def _size(dataset: TokenData) -> str:
+    if isinstance(dataset, StreamData):
+        return "a stream"
+    return "random tokens" if isinstance(dataset, SyntheticData) else f"{dataset.num_tokens:,} tokens"
+
+
+def _checkpoint_override(path: Path) -> str:
+    """``runner.checkpoint=...``, quoted for the shell and for Hydra where the path has characters that either reads."""
+    if re.fullmatch(r"[\w./:+-]+", str(path)):
+        return f"runner.checkpoint={path}"
+    return shlex.quote(f'runner.checkpoint="{path}"')
