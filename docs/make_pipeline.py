@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titanyaml.pipeline_parallel.partition import named_orders
-from titanyaml.pipeline_schedule.kinds import KINDS, Kind, owners
+from titanyaml.pipeline_parallel.partition import schedule_orders
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS, ScheduleKind, stage_owners
 from titanyaml.pipeline_schedule.simulate import Timeline, simulate
 
 PAGE = Path(__file__).with_name("pipeline.md")
@@ -23,14 +23,14 @@ COLOURS = {
 }
 
 
-def timeline(kind: Kind) -> Timeline:
+def timeline(kind: ScheduleKind) -> Timeline:
     """The schedule on RANKS ranks with MICROBATCHES microbatches and the fewest stages."""
-    stages = kind.fewest * RANKS
-    placed = owners(kind.placement, ranks=RANKS, stages=stages)
-    return simulate(named_orders(kind.name, owners=placed, microbatches=MICROBATCHES), stages=stages)
+    stages = kind.min_stages * RANKS
+    placed = stage_owners(kind.placement, ranks=RANKS, stages=stages)
+    return simulate(schedule_orders(kind.name, owners=placed, microbatches=MICROBATCHES), stages=stages)
 
 
-def picture(kind: Kind) -> str:
+def picture(kind: ScheduleKind) -> str:
     """An SVG: a lane a rank, time to the right, in each box the microbatch."""
     times = timeline(kind)
     width, height = LEFT + round(times.length * UNIT) + 6, TOP + RANKS * LANE + 4
@@ -60,15 +60,15 @@ def section() -> str:
         "|---|---|---|---|---|---|",
     ]
     pictures = []
-    for name, kind in KINDS.items():
+    for name, kind in SCHEDULE_KINDS.items():
         times = timeline(kind)
-        stages = f"{kind.fewest}" + ("" if kind.most else " or more")
-        fewest = {RANKS: "ranks", 2 * RANKS - 1: "2 ranks - 1", 2 * RANKS: "2 ranks"}[kind.smallest(RANKS)]
-        parts = "in two parts" if kind.splits else "whole"
+        stages = f"{kind.min_stages}" + ("" if kind.max_stages else " or more")
+        fewest = {RANKS: "ranks", 2 * RANKS - 1: "2 ranks - 1", 2 * RANKS: "2 ranks"}[kind.min_microbatches(RANKS)]
+        parts = "in two parts" if kind.splits_backward else "whole"
         rows.append(
             f"| `{name}` | {stages}{', V' if kind.placement == 'v' else ''} | {parts} | {fewest}"
-            f"{', whole rounds' if kind.rounds else ''} | {times.bubble:.1%} | "
-            f"{times.held / kind.fewest:g} |"
+            f"{', whole rounds' if kind.needs_whole_rounds else ''} | {times.bubble:.1%} | "
+            f"{times.max_in_flight / kind.min_stages:g} |"
         )
         pictures.append(f"`{name}`, {times.length:g} units of time\n\n![{name}](img/pipeline_{name}.svg)\n")
     return "\n".join([*rows, "", *pictures])
@@ -83,7 +83,7 @@ def page(text: str) -> str:
 
 def images() -> dict[str, str]:
     """File name to content."""
-    return {f"pipeline_{name}.svg": picture(kind) for name, kind in KINDS.items()}
+    return {f"pipeline_{name}.svg": picture(kind) for name, kind in SCHEDULE_KINDS.items()}
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_reserved_keys_add_to_the_class():
     assert "'b', and both are on" in refusal(a=target(fakes.Mark, _conflicts_=["b"]), b=target(fakes.Mark)).message
 
 
-def test_a_circle_is_named():
+def test_a_cycle_of_after_and_before_is_named():
     problem = refusal(
         a=target(fakes.Mark, _after_=["c"]),
         b=target(fakes.Mark, _after_=["a"]),
@@ -68,15 +68,15 @@ def test_a_circle_is_named():
     assert sorted(problem.message.partition(": ")[2].split(" -> ")[1:]) == ["a", "b", "c"]
 
 
-def test_what_is_off_is_dropped_with_its_reason():
+def test_nodes_that_are_off_are_dropped_with_their_reason():
     nodes = {"null": {"_target_": None, "mode": "x"}, "idle": target(fakes.Idle), "mark": target(fakes.Mark)}
     resolved = resolve(nodes, context())
     assert resolved.active == ("mark",)
     assert resolved.off == {"null": "switched off (_target_: null)", "idle": "nothing to do on cpu"}
 
 
-def test_arguments_are_bound_and_check_sees_what_is_active():
-    [(_, mark)] = resolve({"mark": target(fakes.Mark, tag="x", _stage_=None, _after_=None)}, context()).steps
+def test_arguments_are_bound_and_check_sees_active_nodes():
+    [(_, mark)] = resolve({"mark": target(fakes.Mark, tag="x", _stage_=None, _after_=[])}, context()).steps
     assert mark.tag == "x"
     assert resolve({"asks": target(fakes.Asks), "idle": target(fakes.Idle), "late": target(fakes.Late)}, context())
 
@@ -99,7 +99,7 @@ def test_requires_and_conflicts():
         (target(fakes.Mark, tagg="x"), "p.tagg", "Mark has no argument 'tagg'", "'tag'"),
         (target(fakes.Picky), "p.size", "Picky needs the argument 'size'", "p.size=..."),
         (target(fakes.Picky, size=0), "p", "ValueError: size is 0", ""),
-        (target(fakes.Mark, _aftr_=["x"]), "p._aftr_", "not a reserved key", "'_after_'"),
+        (target(fakes.Mark, _aftr_=["x"]), "p._aftr_", "unknown reserved key", "_after_="),
         (target(fakes.Mark, _after_="late"), "p._after_", "is 'late'", ""),
         (target(fakes.Mark, _stage_="modell"), "p._stage_", "no such stage: 'modell'", "'model'"),
         (target(fakes.NoStage), "p._target_", "names no stage", ""),
@@ -173,7 +173,7 @@ def test_an_exception_names_its_plugin():
     assert error.value.__notes__ == ["while applying the plugin 'bad' (Crashes)"]
 
 
-def test_verify_asks_those_who_can_answer_and_collects_their_errors():
+def test_verify_calls_plugins_that_have_it_and_collects_their_errors():
     nodes = {"mark": target(fakes.Mark), "checked": target(fakes.Checked)}
     resolved = resolve(nodes, context())
     transformed, _ = run(model(), resolved, context())

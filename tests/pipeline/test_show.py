@@ -1,4 +1,4 @@
-"""The table and the records say what ran, what it did, and why the rest is off."""
+"""The table and the records show each step, its change, and why other nodes are off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.pipeline import fakes
 from tests.pipeline.fakes import context, model, target
 from titanyaml.pipeline.resolve import resolve, run
-from titanyaml.pipeline.show import by_module, records, table, together
+from titanyaml.pipeline.show import module_table, records, table, merge_numbered_names
 
 NODES = {"idle": target(fakes.Idle), "late": target(fakes.Late), "mark": target(fakes.Mark, _stage_="ac")}
 
@@ -55,11 +55,11 @@ def test_each_module_is_shown():
     resolved = resolve(NODES, context())
     _, changes = run(model(), resolved, context())
     stream = io.StringIO()
-    Console(file=stream, width=120).print(by_module(resolved, changes))
+    Console(file=stream, width=120).print(module_table(resolved, changes))
     rows = [line.replace("\u2502", " ").split() for line in stream.getvalue().splitlines()]
     assert ["mark", "0"] in rows and ["mark", "{1-2}", "not", "the", "first"] in rows
 
 
 def test_names_that_differ_in_a_number_share_a_line():
     names = ["layers.0.wq", "layers.1.wq", "layers.3.wq", "layers.2.norm", "output", "layers.0.experts.1", "*"]
-    assert together(names) == ["layers.{0-1,3}.wq", "layers.2.norm", "output", "layers.0.experts.1", "*"]
+    assert merge_numbered_names(names) == ["layers.{0-1,3}.wq", "layers.2.norm", "output", "layers.0.experts.1", "*"]

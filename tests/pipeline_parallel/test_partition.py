@@ -12,11 +12,11 @@ from rich.console import Console
 
 from tests.plugins.small import spec
 from titanyaml.models import decoder
-from titanyaml.pipeline_parallel import partition as plans
+from titanyaml.pipeline_parallel import partition
 from titanyaml.pipeline_parallel import tables
 from titanyaml.pipeline_schedule.actions import Action
-from titanyaml.pipeline_schedule.kinds import KINDS, owners
-from titanyaml.pipeline_schedule.simulate import Stuck, simulate
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS, stage_owners
+from titanyaml.pipeline_schedule.simulate import ScheduleDeadlock, simulate
 from titanyaml.pipeline_schedule.validate import first_violation
 
 #: Idle time of a rank in units of F, divided by ranks - 1: F + B; with backwards in two parts F + I - W.
@@ -31,14 +31,14 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SCHEDULE_KINDS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_named_schedules_come_to_their_end(name: str, ranks: int) -> None:
-    kind = KINDS[name]
-    for per_rank in {kind.fewest, kind.most or 3}:
-        placed = owners(kind.placement, ranks=ranks, stages=per_rank * ranks)
-        for microbatches in (kind.smallest(ranks), 4 * ranks):
-            orders = plans.named_orders(name, owners=placed, microbatches=microbatches)
+    kind = SCHEDULE_KINDS[name]
+    for per_rank in {kind.min_stages, kind.max_stages or 3}:
+        placed = stage_owners(kind.placement, ranks=ranks, stages=per_rank * ranks)
+        for microbatches in (kind.min_microbatches(ranks), 4 * ranks):
+            orders = partition.schedule_orders(name, owners=placed, microbatches=microbatches)
             assert first_violation([[(action,) for action in order] for order in orders], ranks=ranks) == ""
             timeline = simulate(orders, stages=len(placed))
             work = 3 * per_rank * microbatches
@@ -46,31 +46,33 @@ def test_named_schedules_come_to_their_end(name: str, ranks: int) -> None:
             assert timeline.bubble == pytest.approx(1 - work / timeline.length)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.rounds])
+@pytest.mark.parametrize("name", [name for name, kind in SCHEDULE_KINDS.items() if kind.needs_whole_rounds])
 def test_only_whole_rounds_are_legal(name: str) -> None:
     for microbatches in range(1, 20):
         try:
-            plans.named_orders(name, owners=(0, 1, 2, 0, 1, 2), microbatches=microbatches)
+            partition.schedule_orders(name, owners=(0, 1, 2, 0, 1, 2), microbatches=microbatches)
             torch_takes_it = True
         except ValueError:
             torch_takes_it = False
-        assert KINDS[name].fills(microbatches, ranks=3) == (torch_takes_it and microbatches >= 3), microbatches
+        assert SCHEDULE_KINDS[name].is_filled_by(microbatches, ranks=3) == (torch_takes_it and microbatches >= 3), (
+            microbatches
+        )
 
 
 def test_costs_of_stages_are_the_callers() -> None:
     orders = [[Action(0, "F", 0), Action(0, "B", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     timeline = simulate(orders, stages=2, cost=lambda action: 10.0 if action.stage else 1.0)
     assert [(span.start, span.end) for span in timeline.ranks[0]] == [(0, 1), (21, 22)]
-    with pytest.raises(Stuck):
+    with pytest.raises(ScheduleDeadlock):
         simulate([orders[0], orders[1][1:]], stages=2)
 
 
 def test_balanced_by_flops_then_by_parameters() -> None:
     facts = decoder.build(spec(num_layers=16)).facts
     heavy = replace(facts, num_embedding_params=10**6, num_params=facts.num_params + 2 * 10**6)
-    assert plans.balanced_layers(facts, seq_len=16, count=4) == [4, 4, 4, 4]
+    assert partition.balanced_layers(facts, seq_len=16, count=4) == [4, 4, 4, 4]
     # the head alone costs more than all layers: it gets one, and the embedding, which has parameters only, too
-    assert plans.balanced_layers(heavy, seq_len=16, count=4) == [1, 7, 7, 1]
+    assert partition.balanced_layers(heavy, seq_len=16, count=4) == [1, 7, 7, 1]
 
 
 def test_pictures_and_table_are_fresh() -> None:
@@ -86,8 +88,8 @@ def test_pictures_and_table_are_fresh() -> None:
 
 def test_the_check_shows_stages_and_what_other_schedules_would_cost() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
-    plan = plans.Plan("1F1B", False, (0, 1), (("layers.0",), ("layers.1", "layers.2")), 2)
-    console.print(tables.stages_table(plan), tables.schedules_table(plan))
+    two_stages = partition.PipelinePartition("1F1B", False, (0, 1), (("layers.0",), ("layers.1", "layers.2")), 2)
+    console.print(tables.stages_table(two_stages), tables.schedules_table(two_stages))
     lines = [line.split("│")[1:-1] for line in console.export_text().splitlines() if "│" in line]
     rows = [[cell.strip() for cell in line] for line in lines]
     assert rows == [

@@ -11,10 +11,10 @@ from titanyaml.pipeline_schedule import stages
 
 
 def test_given() -> None:
-    assert stages.given(8, 3, names=["2", "5", "1"]) == [2, 5, 1]
-    assert stages.given(8, 3, names=["layers.0", "layers.2", "layers.7"]) == [2, 5, 1]
-    assert stages.given(126, 16, first_less=1, last_less=1) == [7, *[8] * 14, 7]
-    assert stages.given(7, 2, last_less=1) == [4, 3]
+    assert stages.split_as_configured(8, 3, names=["2", "5", "1"]) == [2, 5, 1]
+    assert stages.split_as_configured(8, 3, names=["layers.0", "layers.2", "layers.7"]) == [2, 5, 1]
+    assert stages.split_as_configured(126, 16, first_less=1, last_less=1) == [7, *[8] * 14, 7]
+    assert stages.split_as_configured(7, 2, last_less=1) == [4, 3]
 
 
 @pytest.mark.parametrize(
@@ -31,14 +31,14 @@ def test_given() -> None:
 )
 def test_refused(names: list[str], less: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        stages.given(8, 2, names=names, **less)
+        stages.split_as_configured(8, 2, names=names, **less)
 
 
 def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
     draw = random.Random(0)
     for _ in range(20):
         flops, sizes = ([draw.randint(1, 9) for _ in range(7)] for _ in range(2))
-        found = stages.balanced(flops, sizes, 3)
+        found = stages.split_by_cost(flops, sizes, 3)
 
         def rating(counts: list[int], flops: list[int] = flops, sizes: list[int] = sizes) -> tuple[float, ...]:
             ends = list(itertools.accumulate(counts))

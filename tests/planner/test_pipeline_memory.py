@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from titanyaml.pipeline_parallel import partition as plans
-from titanyaml.pipeline_schedule.actions import most_held
-from titanyaml.pipeline_schedule.kinds import KINDS, owners
+from titanyaml.pipeline_parallel import partition
+from titanyaml.pipeline_schedule.actions import max_in_flight
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS, stage_owners
 from titanyaml.planner.model import from_config, in_flight, memory
 from titanyaml.planner.model.inputs import Mesh
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SCHEDULE_KINDS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_forwards_held_are_those_of_the_schedule(job, name: str, ranks: int) -> None:
-    kind = KINDS[name]
-    for per_rank in {kind.fewest, kind.most or 3}:
-        placed = owners(kind.placement, ranks=ranks, stages=per_rank * ranks)
-        for microbatches in (kind.smallest(ranks), 4 * ranks):
+    kind = SCHEDULE_KINDS[name]
+    for per_rank in {kind.min_stages, kind.max_stages or 3}:
+        placed = stage_owners(kind.placement, ranks=ranks, stages=per_rank * ranks)
+        for microbatches in (kind.min_microbatches(ranks), 4 * ranks):
             made = job(
                 mesh=Mesh(pp=ranks),
                 schedule=name,
@@ -25,8 +25,10 @@ def test_forwards_held_are_those_of_the_schedule(job, name: str, ranks: int) -> 
                 local_batch=microbatches,
                 microbatches=microbatches,
             )
-            orders = plans.named_orders(name, owners=placed, microbatches=microbatches)
-            assert [in_flight.forwards_held(made, rank) for rank in range(ranks)] == [most_held(one) for one in orders]
+            orders = partition.schedule_orders(name, owners=placed, microbatches=microbatches)
+            assert [in_flight.forwards_held(made, rank) for rank in range(ranks)] == [
+                max_in_flight(one) for one in orders
+            ]
 
 
 def test_an_interleaved_rank_has_the_gradients_of_a_stage_at_a_time(job) -> None:

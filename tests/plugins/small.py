@@ -16,7 +16,7 @@ from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.init import materialise
 from titanyaml.pipeline.protocol import Change, Context
-from titanyaml.pipeline.resolve import Resolved, resolve, run
+from titanyaml.pipeline.resolve import ResolvedPipeline, resolve, run
 
 CPU = torch.device("cpu")
 LAYERS, VOCAB, SEQ = 4, 97, 16
@@ -45,7 +45,7 @@ class Built:
     model: nn.Module
     masters: dict[str, Tensor]
     ctx: Context
-    resolved: Resolved
+    resolved: ResolvedPipeline
     changes: dict[str, Change]
 
 

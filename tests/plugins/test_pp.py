@@ -25,7 +25,7 @@ from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.pipeline.resolve import resolve
 from titanyaml.pipeline_parallel import execute
-from titanyaml.pipeline_schedule.kinds import KINDS
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
 
 PP = {"_target_": "titanyaml.plugins.pp.PipelineParallel"}
 
@@ -44,7 +44,7 @@ class Case:
         return spec(**{"vocab_size": VOCAB, "num_layers": 8} | self.model)
 
 
-class Recorded(execute._Stage):
+class Recorded(execute._LossStage):
     """Notes what torch makes a stage do."""
 
     seen: ClassVar[list[str]] = []
@@ -65,18 +65,18 @@ class Recorded(execute._Stage):
 def on_mesh(rank: int, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     torch.compiler.reset()
     warnings.simplefilter("ignore")
-    original, execute._Stage = execute._Stage, Recorded
+    original, execute._LossStage = execute._LossStage, Recorded
     try:
         return {name: on_one(case) for name, case in cases.items()}
     finally:
-        execute._Stage = original
+        execute._LossStage = original
 
 
 def on_one(case: Case) -> dict[str, Any]:
     Recorded.seen.clear()
     built = built_on(case)
     result = train(built, case, Env.from_environ("cpu"))
-    planned = [str(action) for action in built.model.plan.orders()[built.model.rank]]
+    planned = [str(action) for action in built.model.partition.orders()[built.model.rank]]
     return result | {"planned": planned * STEPS, "done": list(Recorded.seen)}
 
 
@@ -109,12 +109,18 @@ def compare(cases: dict[str, Case], world_size: int) -> None:
 
 
 def test_every_schedule_on_two_ranks() -> None:
-    compare({name: Case(ParallelDims(pp=2), {"schedule": name}) for name in KINDS}, 2)
+    compare({name: Case(ParallelDims(pp=2), {"schedule": name}) for name in SCHEDULE_KINDS}, 2)
 
 
 def test_every_schedule_on_four_ranks() -> None:
     pp4 = ParallelDims(pp=4)
-    compare({name: Case(pp4, {"schedule": name}, accumulation=kind.smallest(4)) for name, kind in KINDS.items()}, 4)
+    compare(
+        {
+            name: Case(pp4, {"schedule": name}, accumulation=kind.min_microbatches(4))
+            for name, kind in SCHEDULE_KINDS.items()
+        },
+        4,
+    )
 
 
 def test_with_everything_in_a_block_and_tied_ends() -> None:

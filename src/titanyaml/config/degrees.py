@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from titanyaml.config import schema
 from titanyaml.errors import ConfigError
 from titanyaml.pipeline_schedule import actions
-from titanyaml.pipeline_schedule.kinds import KINDS
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
 
 #: Axes whose product is the number of ranks, outermost first; ``ep`` reuses dp_shard*cp*tp.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -110,7 +110,7 @@ def fewest_microbatches(parallel: schema.Parallel, ranks: int) -> int:
         return 1
     if parallel.pp_schedule_csv is not None:
         return actions.microbatches(actions.read(parallel.pp_schedule_csv))
-    return KINDS[parallel.pp_schedule].smallest(ranks)
+    return SCHEDULE_KINDS[parallel.pp_schedule].min_microbatches(ranks)
 
 
 def resolve_degrees(parallel: schema.Parallel, *, world_size: int | None) -> dict[str, int]:

@@ -45,7 +45,7 @@ def _check_node(name: str, node: Any, key: str, *, typed: bool) -> list[Problem]
                 allowed="_target_ and the arguments of that class; _target_: null is off",
             )
         ]
-    problems = [] if typed else _check_reserved(node, key)
+    problems = [] if typed else check_reserved_keys(node, key)
     target = node["_target_"]
     if target is None:
         return problems
@@ -56,7 +56,7 @@ def _check_node(name: str, node: Any, key: str, *, typed: bool) -> list[Problem]
     return problems + check_target(target, key=key, arguments=arguments)
 
 
-def _check_reserved(node: dict[str, Any], key: str) -> list[Problem]:
+def check_reserved_keys(node: dict[str, Any], key: str) -> list[Problem]:
     """Keys with a leading underscore order the node; they are those of schema.PluginNode."""
     known = keys_of(schema.PluginNode)
     problems = []

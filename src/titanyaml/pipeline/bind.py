@@ -1,4 +1,8 @@
-"""One node of ``pipeline.plugins`` to one transform: the class found, its arguments checked, the object built."""
+"""One node of ``pipeline.plugins`` to one transform: find the class, check its arguments, build the object.
+
+The configuration check asks the same of the source text before ranks start (``config.targets``), and is silent where
+that is no proof. Here the class is imported, so the answer is final.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titanyaml.config import build
-from titanyaml.config.nearest import nearest
+from titanyaml.config import instantiate
+from titanyaml.config.plugin_nodes import check_reserved_keys
+from titanyaml.config.schema_keys import nearest
 from titanyaml.errors import Problem, ProblemsError, TitanError
 from titanyaml.pipeline.protocol import STAGES, Transform
 
-#: Reserved keys of a node; all others are constructor arguments.
-RESERVED = ("_target_", *build.RESERVED)
+#: Class attributes of a plugin that name other nodes; a node adds to them by ``_after_`` and so on.
+RELATIONS = ("after", "before", "requires", "conflicts")
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A node that is ready to be ordered: names of partners are the class's own and the node's together."""
+class BoundPlugin:
+    """A transform ready to be ordered. Its relations are the class's own and the node's together."""
 
     name: str
     transform: Transform
@@ -29,18 +34,18 @@ class Bound:
     conflicts: tuple[str, ...]
 
 
-def bind(name: str, node: Any) -> tuple[Bound | None, list[Problem]]:
+def bind(name: str, node: Any) -> tuple[BoundPlugin | None, list[Problem]]:
     """Build the transform of a node.
 
     Returns:
-        The bound node and no problems, or None and all that is wrong with the node.
+        The bound plugin and no problems, or None and all problems of the node.
     """
     key = f"pipeline.plugins.{name}"
     if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
         return None, [Problem(key, f"not a plugin node: {node!r}", allowed="a mapping with _target_: a class's path")]
-    problems = _check_reserved(key, node)
+    problems = check_reserved_keys(dict(node), key)
     try:
-        cls = build.locate(node["_target_"])
+        cls = instantiate.locate(node["_target_"])
     except Exception as error:  # noqa: BLE001 - importing the plugin's module runs its code, which may raise anything
         hint = "check the spelling, and that the package is installed in this environment"
         return None, [*problems, Problem(f"{key}._target_", _words(error), hint=hint)]
@@ -48,60 +53,40 @@ def bind(name: str, node: Any) -> tuple[Bound | None, list[Problem]]:
     if problems:
         return None, problems
     try:
-        transform = build.instantiate(dict(node))
+        transform = instantiate.instantiate(dict(node))
     except Exception as error:  # noqa: BLE001 - a constructor may refuse its arguments with any exception
         return None, [Problem(key, f"{cls.__qualname__} refused its arguments: {_words(error)}")]
-    return _bound(name, node, transform), []
+    # relations of the class, not of the object: an object may use such a name for something else
+    relations = {
+        relation: tuple(dict.fromkeys([*_relation(cls, relation), *(node.get(f"_{relation}_") or ())]))
+        for relation in RELATIONS
+    }
+    return BoundPlugin(name, transform, node.get("_stage_") or transform.stage, **relations), []
 
 
-def _bound(name: str, node: Mapping[str, Any], transform: Transform) -> Bound:
-    def both(kind: str) -> tuple[str, ...]:  # of the class: an instance may use such a name for something else
-        return tuple(dict.fromkeys([*(getattr(type(transform), kind, None) or ()), *(node.get(f"_{kind}_") or ())]))
-
-    stage = node.get("_stage_") or transform.stage
-    return Bound(name, transform, stage, both("after"), both("before"), both("requires"), both("conflicts"))
-
-
-def _check_reserved(key: str, node: Mapping[str, Any]) -> list[Problem]:
-    problems = []
-    for name, value in node.items():
-        if not (isinstance(name, str) and name.startswith("_")):
-            continue
-        if name not in RESERVED:
-            problems.append(
-                Problem(
-                    f"{key}.{name}",
-                    "not a reserved key of a plugin node",
-                    allowed=", ".join(RESERVED),
-                    hint=did_you_mean(name, RESERVED),
-                )
-            )
-        elif name in RESERVED[2:] and not _is_names(value):
-            problems.append(Problem(f"{key}.{name}", f"is {value!r}", allowed="a list of node names"))
-    return problems
+def _relation(cls: Any, name: str) -> Any:
+    value = getattr(cls, name, None)
+    return () if value is None else value
 
 
 def _check_class(key: str, node: Mapping[str, Any], cls: Any) -> list[Problem]:
-    """The class keeps the protocol, and its stage, or the one given in its place, exists."""
+    """The class follows the protocol, and its stage, or the node's, exists."""
     problems = []
+    target, target_key = node["_target_"], f"{key}._target_"
     if missing := [method for method in ("check", "apply") if not callable(getattr(cls, method, None))]:
-        what = f"{node['_target_']} is no plugin: it has no {' and no '.join(missing)}"
-        problems.append(Problem(f"{key}._target_", what, allowed="a class with check(ctx) and apply(model, ctx)"))
-    own = node.get("_stage_")
-    stage = own or getattr(cls, "stage", None)
+        message = f"{target} is no plugin: it has no {' and no '.join(missing)}"
+        problems.append(Problem(target_key, message, allowed="a class with check(ctx) and apply(model, ctx)"))
+    node_stage = node.get("_stage_")
+    stage = node_stage or getattr(cls, "stage", None)
     if stage not in STAGES:
-        where = f"{key}._stage_" if own else f"{key}._target_"
-        what = f"no such stage: {stage!r}" if stage else f"{node['_target_']} names no stage"
-        problems.append(Problem(where, what, allowed=", ".join(STAGES), hint=did_you_mean(str(stage), STAGES)))
-    for kind in ("after", "before", "requires", "conflicts"):
-        if not _is_names(getattr(cls, kind, ())):
-            problems.append(
-                Problem(
-                    f"{key}._target_",
-                    f"{node['_target_']}.{kind} is {getattr(cls, kind)!r}",
-                    allowed="a list of node names",
-                )
-            )
+        message = f"no such stage: {stage!r}" if stage else f"{target} names no stage"
+        stage_key = f"{key}._stage_" if node_stage else target_key
+        problems.append(Problem(stage_key, message, ", ".join(STAGES), did_you_mean(str(stage), STAGES)))
+    for relation in RELATIONS:
+        names = _relation(cls, relation)
+        # a bare string would be read letter by letter
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            problems.append(Problem(target_key, f"{target}.{relation} is {names!r}", allowed="a list of node names"))
     return problems
 
 
@@ -109,40 +94,28 @@ def _check_arguments(key: str, node: Mapping[str, Any], cls: Any) -> list[Proble
     """Unknown and missing constructor arguments, by name, without calling the constructor."""
     try:
         parameters = inspect.signature(cls).parameters.values()
-    except (TypeError, ValueError):  # not callable, or a signature that Python cannot tell: the call itself will say
+    except (TypeError, ValueError):  # not callable, or without a readable signature: the call itself will tell
         return []
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    given = [name for name in node if not str(name).startswith("_")]
-    problems = []
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        allowed = [p.name for p in named]
-        problems += [
-            Problem(
-                f"{key}.{name}",
-                f"{cls.__qualname__} has no argument {name!r}",
-                allowed=", ".join(allowed) or "no arguments",
-                hint=did_you_mean(name, allowed),
-            )
-            for name in given
-            if name not in allowed
-        ]
-    problems += [
-        Problem(f"{key}.{p.name}", f"{cls.__qualname__} needs the argument {p.name!r}", hint=f"++{key}.{p.name}=...")
-        for p in named
-        if p.default is p.empty and p.name not in given
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    arguments = [name for name in node if not str(name).startswith("_")]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = [] if takes_any else [name for name in arguments if name not in named]
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
+    allowed = ", ".join(named) or "no arguments"
+    title = cls.__qualname__
+    problems = [
+        Problem(f"{key}.{name}", f"{title} has no argument {name!r}", allowed, did_you_mean(name, named))
+        for name in unknown
     ]
-    return problems
-
-
-def _is_names(value: Any) -> bool:
-    """A list of strings; None stands for an empty one. A bare string would be read letter by letter."""
-    return value is None or (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value))
+    return problems + [
+        Problem(f"{key}.{name}", f"{title} needs the argument {name!r}", hint=f"++{key}.{name}=...") for name in missing
+    ]
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A hint that offers the most similar of the names; empty where none is similar."""
-    near = nearest(name, names)
-    return f"did you mean {near[0]!r}?" if near else ""
+    similar = nearest(name, names)
+    return f"did you mean {similar[0]!r}?" if similar else ""
 
 
 def _words(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""What a plugin is, what it is given and what it owes.
+"""The plugin protocol: what a plugin is, what it may know and what it reports.
 
-A plugin is a class with four class attributes and two methods; it transforms the model in place or returns another
-one, and says what it did. It knows neither the loop nor any other plugin.
+A plugin is a class with a few class attributes and two methods. It transforms the model in place, or returns another
+one, and reports what it did. It knows neither the training loop nor any other plugin.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from titanyaml.distributed.mesh import ParallelDims
     from titanyaml.models.protocol import ModelFacts
 
-#: The backbone of the order: a node of an earlier stage runs before one of a later stage unless after/before say else.
+#: Plugins run in the order of their stages, unless after/before say otherwise. A stage here is a place in that order,
+#: not a stage of pipeline parallelism. pp comes first: what follows sees the blocks of one rank. ac comes before
+#: compile, so that recomputation is inside the compiled block. FSDP comes late: it shards what tp and ep have left.
 STAGES = ("pp", "quant", "tp", "ep", "cp", "async_tp", "model", "ac", "compile", "fsdp", "final")
 
 
@@ -44,7 +46,7 @@ class Change:
     Args:
         summary: one past-tense sentence with numbers ("sharded 33 modules over dp_shard(2)").
         modules: qualified names of the modules it touched; ``["*"]`` for the whole model.
-        skipped: module name to the reason it was left alone.
+        skipped: module name to the reason why it was left alone.
     """
 
     summary: str
@@ -52,7 +54,7 @@ class Change:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def left_alone(self) -> list[str]:
-        """A line per reason in ``skipped``: the modules, the first few by name, and why."""
+        """A line per reason in ``skipped``: the first few modules by name, and why."""
         by_reason: dict[str, list[str]] = {}
         for module, reason in self.skipped.items():
             by_reason.setdefault(reason, []).append(module)
@@ -61,12 +63,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Context:
-    """All that a plugin may know. Built once per run; dtypes are torch dtypes.
+    """Everything that a plugin may know, built once per run.
 
     Args:
-        dims: degrees of the mesh. mesh: the DeviceMesh, None where one rank runs alone.
-        expert_mesh: the same ranks as experts lie on them (``ParallelDims.build_experts``); None where ep is 1.
-        device: where the model will live ("meta" devices are used for planning).
+        dims: degrees of the mesh. mesh: the DeviceMesh; None where one rank runs alone.
+        expert_mesh: the same ranks by expert parallelism (``ParallelDims.build_experts``); None where ep is 1.
+        device: where the model will live ("meta" for planning).
         param_dtype, compute_dtype, reduce_dtype: master parameters; forward and backward; gradient reduction.
         facts: what the model says of itself. seq_len: tokens. local_batch: sequences per forward.
         accumulation: forwards per optimizer step. kernels: whether our own kernels run, or plain PyTorch.
@@ -97,8 +99,8 @@ class Transform(Protocol):
 
     - ``reason_off(ctx) -> str``: non-empty where the configuration or the device leaves nothing to do; the node is
       then dropped and the reason shown.
-    - ``verify(model, ctx) -> Change | None``: called once after the first step, for what is known only then; None:
-      there is nothing to tell.
+    - ``verify(model, ctx) -> Change | None``: called once after the first step, for what only a step can show; None:
+      nothing to report.
     - ``after_step(model)``: called after every update of the weights.
     """
 

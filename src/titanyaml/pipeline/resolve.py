@@ -1,8 +1,7 @@
-"""From the nodes of ``pipeline.plugins`` to checked, ordered transforms, and from a model to the transformed model.
+"""The plugin pipeline: from the nodes of ``pipeline.plugins`` to ordered transforms, and through them to a new model.
 
-``resolve`` looks at everything and changes nothing; ``run`` applies; ``verify`` asks, after the first step, what only
-then can be known. Every step reports what it did, and a step that did nothing is an error: a flag that is accepted
-and has no effect is the one failure nobody notices.
+``resolve`` checks and orders without changing anything; ``run`` applies; ``verify`` asks, after the first step, what
+only a step can show. A transform that did nothing is an error: nobody notices a flag that is accepted without effect.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 from torch import nn
 
 from titanyaml.errors import PipelineError, Problem, ProblemsError
-from titanyaml.pipeline.bind import Bound, bind, did_you_mean
-from titanyaml.pipeline.protocol import STAGES, Change, Context, Transform, some
+from titanyaml.pipeline.bind import BoundPlugin, bind, did_you_mean
+from titanyaml.pipeline.protocol import STAGES, Change, Context, Transform, first_names
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedPipeline:
     """The ordered pipeline.
 
     Args:
@@ -41,7 +40,7 @@ class Resolved:
         return tuple(name for name, _ in self.steps)
 
 
-def resolve(nodes: Mapping[str, Mapping[str, Any]], ctx: Context) -> Resolved:
+def resolve(nodes: Mapping[str, Mapping[str, Any]], ctx: Context) -> ResolvedPipeline:
     """Bind, filter, check and order the nodes.
 
     Args:
@@ -53,14 +52,14 @@ def resolve(nodes: Mapping[str, Mapping[str, Any]], ctx: Context) -> Resolved:
     """
     problems: list[Problem] = []
     off: dict[str, str] = {}
-    on: dict[str, Bound] = {}
+    on: dict[str, BoundPlugin] = {}
     failed: set[str] = set()
     for name, node in nodes.items():
         if isinstance(node, Mapping) and node.get("_target_", "") is None:
             off[name] = "switched off (_target_: null)"
             continue
-        bound, found = bind(name, node)
-        problems += found
+        bound, node_problems = bind(name, node)
+        problems += node_problems
         if bound is None:
             failed.add(name)
         elif reason := _reason_off(bound.transform, ctx):
@@ -69,27 +68,27 @@ def resolve(nodes: Mapping[str, Mapping[str, Any]], ctx: Context) -> Resolved:
             on[name] = bound
     ctx = dataclasses.replace(ctx, active=tuple(on))
     for bound in on.values():
-        problems += _check_partners(bound, on, off, failed)
+        problems += _check_relations(bound, on, off, failed)
         problems += bound.transform.check(ctx)
     ordered = _order(on, problems)
     if problems:
         raise PipelineError(problems)
-    return Resolved([(b.name, b.transform) for b in ordered], off, {b.name: b.stage for b in ordered})
+    return ResolvedPipeline([(b.name, b.transform) for b in ordered], off, {b.name: b.stage for b in ordered})
 
 
-def run(model: nn.Module, resolved: Resolved, ctx: Context) -> tuple[nn.Module, list[tuple[str, Change]]]:
-    """Apply the steps in order. Each change is logged for debugging; runners show them in their own way.
+def run(model: nn.Module, resolved: ResolvedPipeline, ctx: Context) -> tuple[nn.Module, list[tuple[str, Change]]]:
+    """Apply the steps in order. Changes are logged at debug level only; runners show them in their own way.
 
     Raises:
-        PipelineError: a step changed nothing, renamed, added or lost parameters, or untied tied weights. Only a
-            step of the stage pp may lose some, to other ranks; the steps after it are told the facts of what is left.
+        PipelineError: a step changed nothing, renamed, added or lost parameters, or untied tied weights. Only a step
+            of the stage pp may lose some, to other ranks; later steps get the facts of the remaining model.
     """
     ctx = dataclasses.replace(ctx, active=resolved.active)
     changes: list[tuple[str, Change]] = []
     for name, transform in resolved.steps:
-        before = _identities(model)
+        before = _parameter_names(model)
         model, change = _apply(name, transform, model, ctx)
-        after = _identities(model)
+        after = _parameter_names(model)
         if resolved.stages[name] == "pp":
             before = {parameter: first for parameter, first in before.items() if parameter in after}
         if damage := _damage(before, after):
@@ -102,11 +101,11 @@ def run(model: nn.Module, resolved: Resolved, ctx: Context) -> tuple[nn.Module, 
     return model, changes
 
 
-def verify(model: nn.Module, resolved: Resolved, ctx: Context) -> list[tuple[str, Change]]:
-    """Ask every step that has a ``verify`` method; to be called once, after the first step.
+def verify(model: nn.Module, resolved: ResolvedPipeline, ctx: Context) -> list[tuple[str, Change]]:
+    """Ask every step that has a ``verify`` method; to be called once, after the first training step.
 
     Raises:
-        PipelineError: what the steps found, all of it.
+        PipelineError: the problems of all steps.
     """
     ctx = dataclasses.replace(ctx, active=resolved.active, facts=getattr(model, "facts", ctx.facts))
     problems: list[Problem] = []
@@ -127,8 +126,8 @@ def verify(model: nn.Module, resolved: Resolved, ctx: Context) -> list[tuple[str
     return changes
 
 
-def after_step(model: nn.Module, resolved: Resolved) -> None:
-    """Tell every step that has an ``after_step`` method that the weights were updated."""
+def after_step(model: nn.Module, resolved: ResolvedPipeline) -> None:
+    """Call every step that has an ``after_step`` method."""
     for _, transform in resolved.steps:
         if hasattr(transform, "after_step"):
             transform.after_step(model)
@@ -139,63 +138,54 @@ def _key(name: str) -> str:
 
 
 def _reason_off(transform: Transform, ctx: Context) -> str:
-    return transform.reason_off(ctx) if hasattr(transform, "reason_off") else ""
+    return str(transform.reason_off(ctx)) if hasattr(transform, "reason_off") else ""
 
 
-def _check_partners(bound: Bound, on: Mapping[str, Bound], off: Mapping[str, str], failed: set[str]) -> list[Problem]:
-    """Nodes that must be on are on, and nodes that must be off are off. A node that failed to bind counts as on."""
+def _check_relations(
+    bound: BoundPlugin, on: Mapping[str, BoundPlugin], off: Mapping[str, str], failed: set[str]
+) -> list[Problem]:
+    """Required nodes are on, conflicting nodes are off."""
     problems = []
-    for other in bound.requires:
-        if other in on or other in failed:
+    key = _key(bound.name)
+    # a node that failed to bind counts as on: its own problem is reported, and this one would go with it
+    for required in bound.requires:
+        if required in off:
+            state, hint = f"is off: {off[required]}", ""
+        elif required not in on and required not in failed:
+            state, hint = "is not in pipeline.plugins", did_you_mean(required, [*on, *failed])
+        else:
             continue
-        state = f"is off: {off[other]}" if other in off else "is not in pipeline.plugins"
-        meant = did_you_mean(other, [*on, *failed]) if other not in off else ""
-        problems.append(
-            Problem(
-                _key(bound.name),
-                f"needs the node {other!r}, which {state}",
-                hint=meant or f"switch {other} on, or {bound.name} off",
-            )
-        )
-    for other in bound.conflicts:
-        if other in on:
-            problems.append(
-                Problem(
-                    _key(bound.name),
-                    f"cannot work together with the node {other!r}, and both are on",
-                    hint=f"switch one of them off, e.g. ++{_key(bound.name)}._target_=null",
-                )
-            )
+        hint = hint or f"switch {required} on, or {bound.name} off"
+        problems.append(Problem(key, f"needs the node {required!r}, which {state}", hint=hint))
+    for rival in bound.conflicts:
+        if rival in on:
+            message = f"cannot work together with the node {rival!r}, and both are on"
+            problems.append(Problem(key, message, hint=f"switch one of them off, e.g. ++{key}._target_=null"))
     return problems
 
 
-def _order(on: Mapping[str, Bound], problems: list[Problem]) -> list[Bound]:
-    """Sort by after/before; among nodes that are free to run, the earliest stage first, then as written.
+def _order(on: Mapping[str, BoundPlugin], problems: list[Problem]) -> list[BoundPlugin]:
+    """Sort by after/before; among the nodes that are free to run, the earliest stage first, then as written.
 
     Names in after/before that are not on are ignored: they are wishes about neighbours, not requirements.
     """
-    predecessors: dict[str, set[str]] = {name: set() for name in on}
+    predecessors = {name: {before for before in bound.after if before in on} for name, bound in on.items()}
     for name, bound in on.items():
-        predecessors[name] |= {other for other in bound.after if other in on}
-        for other in bound.before:
-            if other in on:
-                predecessors[other].add(name)
+        for successor in bound.before:
+            if successor in on:
+                predecessors[successor].add(name)
     sorter = graphlib.TopologicalSorter(predecessors)
     try:
         sorter.prepare()
     except graphlib.CycleError as error:
-        cycle = " -> ".join(error.args[1])
-        problems.append(
-            Problem(
-                "pipeline.plugins",
-                f"after/before run in a circle: {cycle}",
-                hint="remove one of these _after_ or _before_ entries",
-            )
-        )
+        message = f"after/before run in a circle: {' -> '.join(error.args[1])}"
+        hint = "remove one of these _after_ or _before_ entries"
+        problems.append(Problem("pipeline.plugins", message, hint=hint))
         return []
+    # a heap, since static_order() would break ties by an order of its own
     position = {name: (STAGES.index(bound.stage), i) for i, (name, bound) in enumerate(on.items())}
     ready: list[tuple[tuple[int, int], str]] = []
-    ordered: list[Bound] = []
+    ordered: list[BoundPlugin] = []
     while sorter.is_active():
         for name in sorter.get_ready():
             heapq.heappush(ready, (position[name], name))
@@ -206,30 +196,29 @@ def _order(on: Mapping[str, Bound], problems: list[Problem]) -> list[Bound]:
 
 
 def _apply(name: str, transform: Transform, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
-    """One step, with its result checked; whatever it raises says which node it came from."""
+    """One step, with its result checked; any exception names the node that it came from."""
     try:
-        result = transform.apply(model, ctx)
+        result: Any = transform.apply(model, ctx)  # a plugin of others may return anything
     except PipelineError:
         raise
     except Exception as error:
         error.add_note(f"while applying the plugin {name!r} ({type(transform).__qualname__})")
         raise
+    key = _key(name)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Change)):
-        raise PipelineError(f"apply() returned {type(result).__name__}, not (model, Change)", key=_key(name))
+        raise PipelineError(f"apply() returned {type(result).__name__}, not (model, Change)", key=key)
     model, change = result
     if not isinstance(model, nn.Module):
-        raise PipelineError(f"apply() returned {type(model).__name__} instead of the model", key=_key(name))
+        raise PipelineError(f"apply() returned {type(model).__name__} instead of the model", key=key)
     if not change.modules:
-        raise PipelineError(
-            f"was asked for and changed nothing ({'; '.join([change.summary, *change.left_alone()])})",
-            key=_key(name),
-            hint=f"switch it off: ++{_key(name)}._target_=null",
-        )
+        report = "; ".join([change.summary, *change.left_alone()])
+        message = f"was asked for and changed nothing ({report})"
+        raise PipelineError(message, key=key, hint=f"switch it off: ++{key}._target_=null")
     return model, change
 
 
-def _identities(model: nn.Module) -> dict[str, str]:
-    """Parameter name to the first name under which the same parameter is found: names and ties in one."""
+def _parameter_names(model: nn.Module) -> dict[str, str]:
+    """Parameter name to the first name of the same parameter: a tied parameter has several names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
@@ -237,16 +226,17 @@ def _identities(model: nn.Module) -> dict[str, str]:
 def _damage(before: dict[str, str], after: dict[str, str]) -> str:
     """What a step did to names and ties, in words; empty where nothing.
 
-    Names are the contract with checkpoints (which must load under every other set of plugins) and with the
-    initialisation; a tie that is lost trains two matrices where the configuration says one.
+    Checkpoints load under every set of plugins, and initial values depend on the name: both need names that stay. A
+    lost tie would train two matrices where the configuration says one.
     """
     lost, added = [n for n in before if n not in after], [n for n in after if n not in before]
     retied = [n for n in before if n in after and before[n] in after and after[n] != before[n]]
     parts = []
     if lost:
-        parts.append(f"lost {some(lost)}")
+        parts.append(f"lost {first_names(lost)}")
     if added:
-        parts.append(f"added {some(added)}")
+        parts.append(f"added {first_names(added)}")
     if retied:
-        parts.append(f"changed what is tied: {some([f'{n} was {before[n]}, is {after[n]}' for n in retied])}")
+        ties = first_names([f"{n} was {before[n]}, is {after[n]}" for n in retied])
+        parts.append(f"changed what is tied: {ties}")
     return f"parameters must keep their names and ties, but the plugin {'; '.join(parts)}" if parts else ""

@@ -1,4 +1,4 @@
-"""The pipeline for people (a table) and for programs (records of ``pipeline.json``)."""
+"""The plugin pipeline for people (tables) and for programs (records of ``pipeline.json``)."""
 
 from __future__ import annotations
 
@@ -8,61 +8,59 @@ from typing import Any
 from rich.table import Table
 
 from titanyaml.pipeline.protocol import Change
-from titanyaml.pipeline.resolve import Resolved
+from titanyaml.pipeline.resolve import ResolvedPipeline
 
 
-def table(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = None) -> Table:
-    """A row per step in order, with what it did where it has run, then a row per node that is off with the reason."""
+def table(resolved: ResolvedPipeline, changes: Sequence[tuple[str, Change]] | None = None) -> Table:
+    """A row per step in order, with its change where it has run; then a row per node that is off, with the reason."""
     view = Table(title="pipeline", title_justify="left")
     view.add_column("#", justify="right")
     for column in ("stage", "node", "class"):
         view.add_column(column, no_wrap=True)
     view.add_column("what it did" if changes is not None else "", overflow="fold")
     view.add_column("modules", justify="right")
-    done = dict(changes or [])
-    for record in records(resolved, changes):
-        if record["off"]:
-            view.add_row("-", "", record["node"], "", f"off: {record['off']}", "", style="dim")
-            continue
-        change = done.get(record["node"])
-        what = "\n".join([change.summary, *change.left_alone()]) if change else ""
+    change_of = dict(changes or [])
+    for order, (name, transform) in enumerate(resolved.steps, 1):
+        change = change_of.get(name)
+        report = "\n".join([change.summary, *change.left_alone()]) if change else ""
         count = "" if change is None else "all" if "*" in change.modules else str(len(change.modules))
-        view.add_row(
-            str(record["order"]), record["stage"], record["node"], record["class"].rpartition(".")[2], what, count
-        )
+        view.add_row(str(order), resolved.stages[name], name, type(transform).__name__, report, count)
+    for name, reason in resolved.off.items():
+        view.add_row("-", "", name, "", f"off: {reason}", "", style="dim")
     return view
 
 
-def by_module(resolved: Resolved, changes: Sequence[tuple[str, Change]]) -> Table:
-    """What each step touched and left alone, by module; blocks that were treated alike share a line."""
+def module_table(resolved: ResolvedPipeline, changes: Sequence[tuple[str, Change]]) -> Table:
+    """The modules that each step touched and left alone; blocks that were treated alike share a line."""
     view = Table(title="by module", title_justify="left")
     view.add_column("node", no_wrap=True)
     view.add_column("modules", overflow="fold")
     view.add_column("left alone because", overflow="fold")
-    done = dict(changes)
+    change_of = dict(changes)
     for name, _ in resolved.steps:
-        change = done[name]
-        whole = ["the whole model"] if "*" in change.modules else []
-        for module in whole or together(change.modules):
+        change = change_of[name]
+        is_whole = "*" in change.modules
+        for module in ["the whole model"] if is_whole else merge_numbered_names(change.modules):
             view.add_row(name, module, "")
-        reasons = dict.fromkeys(change.skipped.values())
-        for reason in reasons:
-            for module in together([m for m, why in change.skipped.items() if why == reason]):
+        for reason in dict.fromkeys(change.skipped.values()):
+            skipped = [module for module, why in change.skipped.items() if why == reason]
+            for module in merge_numbered_names(skipped):
                 view.add_row(name, module, reason, style="dim")
     return view
 
 
-def together(names: Iterable[str]) -> list[str]:
-    """Names that differ in one number only, as one: ``layers.{0-79}.attention.wq``."""
+def merge_numbered_names(names: Iterable[str]) -> list[str]:
+    """Names that differ only in their first number, as one: ``layers.{0-79}.attention.wq``."""
     numbers: dict[str, list[int]] = {}
     for name in names:
         parts = name.split(".")
-        place = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        if place is None:
+        index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if index is None:
             numbers[name] = []
         else:
-            numbers.setdefault(".".join([*parts[:place], "{}", *parts[place + 1 :]]), []).append(int(parts[place]))
-    return [name.replace("{}", _ranges(found), 1) if found else name for name, found in numbers.items()]
+            pattern = ".".join([*parts[:index], "{}", *parts[index + 1 :]])
+            numbers.setdefault(pattern, []).append(int(parts[index]))
+    return [name.replace("{}", _ranges(indices), 1) if indices else name for name, indices in numbers.items()]
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -77,39 +75,21 @@ def _ranges(numbers: list[int]) -> str:
     return text if text.isdigit() else f"{{{text}}}"
 
 
-def records(resolved: Resolved, changes: Sequence[tuple[str, Change]] | None = None) -> list[dict[str, Any]]:
+def records(resolved: ResolvedPipeline, changes: Sequence[tuple[str, Change]] | None = None) -> list[dict[str, Any]]:
     """JSON-ready records: the steps in order, then the nodes that are off.
 
     Keys: order (from 1; null when off), stage, node, class (dotted path), summary, modules (names of those touched,
     ``["*"]`` for the whole model, null before the step has run), skipped (module to reason), off (reason, or null).
     """
-    done = dict(changes or [])
+    change_of = dict(changes or [])
+    # every record has every key, in this order
+    empty: dict[str, Any] = {"order": None, "stage": None, "node": None, "class": None}
+    empty |= {"summary": "", "modules": None, "skipped": {}, "off": None}
     rows = []
     for order, (name, transform) in enumerate(resolved.steps, 1):
-        change = done.get(name)
-        rows.append(
-            {
-                "order": order,
-                "stage": resolved.stages[name],
-                "node": name,
-                "class": f"{type(transform).__module__}.{type(transform).__qualname__}",
-                "summary": change.summary if change else "",
-                "modules": None if change is None else list(change.modules),
-                "skipped": dict(change.skipped) if change else {},
-                "off": None,
-            }
-        )
-    for name, reason in resolved.off.items():
-        rows.append(
-            {
-                "order": None,
-                "stage": None,
-                "node": name,
-                "class": None,
-                "summary": "",
-                "modules": None,
-                "skipped": {},
-                "off": reason,
-            }
-        )
-    return rows
+        class_path = f"{type(transform).__module__}.{type(transform).__qualname__}"
+        row = empty | {"order": order, "stage": resolved.stages[name], "node": name, "class": class_path}
+        if change := change_of.get(name):
+            row |= {"summary": change.summary, "modules": list(change.modules), "skipped": dict(change.skipped)}
+        rows.append(row)
+    return rows + [empty | {"node": name, "off": reason} for name, reason in resolved.off.items()]

@@ -1,4 +1,4 @@
-"""A pipeline's ranks at work: forwards and backwards by torch's schedules, and forwards alone.
+"""Run the stages of one pipeline rank: training steps by torch's schedules, evaluation by a loop of our own.
 
 Shapes: B batch, S sequence or this rank's slice of it, D model width.
 """
@@ -21,51 +21,52 @@ from titanyaml.pipeline_parallel.partition import PipelinePartition
 Inputs = Mapping[str, Tensor | None]
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-_DIMENSIONS = 3  # of the residual stream
+_STREAM_DIMS = 3  # [B, S, D]
 
 
-class _Stage(compat_pipeline.Stage):
-    """Torch's stage, which computes the loss inside the model's forward, and adds up the losses."""
+class _LossStage(compat_pipeline.PatchedStage):
+    """Torch's stage, with the loss computed inside the model's forward and summed over the microbatches."""
 
     def __init__(self, module: nn.Module, *, loss_fn: LossFunction, **options: Any) -> None:
         super().__init__(module, **options)
         self.loss_fn = loss_fn
+        # float64: the rounding error of the sum must not grow with the number of microbatches
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        out = self.submod(*args, **kwargs, loss_fn=self.loss_fn)
+        output: Tensor = self.submod(*args, **kwargs, loss_fn=self.loss_fn)
         if not self.is_last:
-            return out
-        self.total += out.detach()
-        return torch.stack([out])  # torch joins the outputs along a dimension
+            return output
+        self.total += output.detach()
+        return torch.stack([output])  # torch concatenates the outputs, which a 0-dim loss does not allow
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         compat_pipeline.collect_gradients(self.submod)
 
 
-class Runtime:
+class PipelineRuntime:
     """The stages of one pipeline rank, ready to run.
 
     Args:
-        parts: the modules of its stages. plan: the whole pipeline. group: the ranks of the pipeline.
+        parts: the modules of its stages. group: the ranks of the pipeline.
         device: where they compute. dtype: of the residual stream.
     """
 
     def __init__(
         self,
         parts: Sequence[nn.Module],
-        plan: PipelinePartition,
+        partition: PipelinePartition,
         *,
         group: dist.ProcessGroup,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.rank = dist.get_rank(group)
-        self.parts = dict(zip(plan.stages_of(self.rank), parts, strict=True))
-        self.plan, self.group, self.device, self.dtype = plan, group, device, dtype
-        self.shape: tuple[int, ...] | None = None  # [B, S, D] of what travels, once known
-        self.stages: list[_Stage] = []
+        self.parts = dict(zip(partition.stages_of(self.rank), parts, strict=True))
+        self.partition, self.group, self.device, self.dtype = partition, group, device, dtype
+        self.stream_shape: tuple[int, ...] | None = None  # [B, S, D], known after the first forward
+        self.stages: list[_LossStage] = []
         self.schedule: Any = None
         self.divisor = 1
 
@@ -76,52 +77,57 @@ class Runtime:
             Sum of the microbatches' losses (0-dim, float64), the same on every rank of the pipeline.
         """
         if self.schedule is None:
-            self._prepare(inputs[0], loss_fn)
-        assert len(inputs) == self.plan.microbatches, "the schedule was made for another number of microbatches"
+            self._build_schedule(inputs[0], loss_fn)
+        assert len(inputs) == self.partition.microbatches, "the schedule was made for another number of microbatches"
         self.divisor = divisor
         for stage in self.stages:
             stage.total.zero_()
+        # one batch: torch splits it into the microbatches again
         batch = {
-            name: torch.cat([one[name] for one in inputs]) for name, value in inputs[0].items() if value is not None
+            name: torch.cat([tensor for microbatch in inputs if (tensor := microbatch[name]) is not None])
+            for name, value in inputs[0].items()
+            if value is not None
         }
         tokens = batch.pop("tokens_BS")
         try:
             self.schedule.step(*([tokens] if 0 in self.parts else []), target=batch["labels_BS"], **batch)
         except RuntimeError as error:
-            raise _cause(error) from None
-        return self._everywhere(sum(stage.total for stage in self.stages))
+            raise _own_error(error) from None
+        return self._sum_over_ranks(sum(stage.total for stage in self.stages))
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Inputs], *, loss_fn: LossFunction) -> Tensor:
         """Sum of the microbatches' losses (0-dim, float64), the same on every rank of the pipeline; forwards alone."""
+        owners = self.partition.owners
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        held: dict[tuple[int, int], Tensor] = {}
-        for stage, microbatch in self._forwards(len(inputs)):
-            owner = self.plan.owners[stage]
-            before = self.plan.owners[stage - 1] if stage else owner
-            if self.rank == before != owner:
-                self._send(held.pop((stage - 1, microbatch)), owner)
+        outputs: dict[tuple[int, int], Tensor] = {}  # computed here and not consumed yet
+        for stage, microbatch in self._forward_order(len(inputs)):
+            owner = owners[stage]
+            previous_owner = owners[stage - 1] if stage else owner
+            if self.rank == previous_owner != owner:
+                self._send(outputs.pop((stage - 1, microbatch)), owner)
             if self.rank != owner:
                 continue
             kwargs = dict(inputs[microbatch])
-            tokens = kwargs.pop("tokens_BS")
+            stage_input = kwargs.pop("tokens_BS")
             if stage:
-                tokens = held.pop((stage - 1, microbatch)) if before == owner else self._receive(before)
-            out = self.parts[stage](tokens, **kwargs, loss_fn=loss_fn)
-            if stage + 1 < len(self.plan.owners):
-                held[stage, microbatch] = out
+                is_local = previous_owner == owner
+                stage_input = outputs.pop((stage - 1, microbatch)) if is_local else self._receive(previous_owner)
+            output = self.parts[stage](stage_input, **kwargs, loss_fn=loss_fn)
+            if stage + 1 < len(owners):
+                outputs[stage, microbatch] = output
             else:
-                total += out
-        return self._everywhere(total)
+                total += output
+        return self._sum_over_ranks(total)
 
-    def _forwards(self, microbatches: int) -> Iterator[tuple[int, int]]:
-        """All forwards of all ranks in one order that every rank follows.
+    def _forward_order(self, microbatches: int) -> Iterator[tuple[int, int]]:
+        """(stage, microbatch) of all forwards of all ranks, in one order that every rank follows.
 
         As many stages as there are ranks take all microbatches, then the next so many do. A transfer stands right
-        before the forward that needs it, on both sides, so that ranks cannot wait for each other whatever the
-        backend; and after its own forward a rank is free for its next one.
+        before the forward that needs it, on both sides, so that blocking sends cannot deadlock on any backend; and
+        after its own forward a rank is free for its next one.
         """
-        ranks, stages = self.plan.ranks, len(self.plan.owners)
+        ranks, stages = self.partition.ranks, len(self.partition.owners)
         for first in range(0, stages, ranks):
             for microbatch in range(microbatches):
                 for stage in range(first, min(first + ranks, stages)):
@@ -129,82 +135,83 @@ class Runtime:
 
     def _send(self, x_BSD: Tensor, rank: int) -> None:
         peer = dist.get_global_rank(self.group, rank)
-        if self.shape is None:
+        if self.stream_shape is None:
             dist.send(torch.tensor(x_BSD.shape, device=self.device), peer, group=self.group)
         dist.send(x_BSD.contiguous(), peer, group=self.group)
 
     def _receive(self, rank: int) -> Tensor:
-        peer, shape = dist.get_global_rank(self.group, rank), self.shape
+        peer, shape = dist.get_global_rank(self.group, rank), self.stream_shape
         if shape is None:
-            sizes = torch.empty(_DIMENSIONS, dtype=torch.int64, device=self.device)
+            sizes = torch.empty(_STREAM_DIMS, dtype=torch.int64, device=self.device)
             dist.recv(sizes, peer, group=self.group)
             shape = tuple(sizes.tolist())
         x_BSD = torch.empty(shape, dtype=self.dtype, device=self.device)
         dist.recv(x_BSD, peer, group=self.group)
         return x_BSD
 
-    def _everywhere(self, total: Tensor | int) -> Tensor:
-        """The last stage's sum on every rank; the others have zero."""
+    def _sum_over_ranks(self, total: Tensor | int) -> Tensor:
+        """The last stage's sum on every rank; the other ranks add zero."""
         total = torch.as_tensor(total, dtype=torch.float64, device=self.device).clone()
         dist.all_reduce(total, group=self.group)
         return total
 
-    def _prepare(self, inputs: Inputs, loss_fn: LossFunction) -> None:
-        """Learn the shape of what travels by one forward, and build torch's schedule on it.
-
-        Given the shapes, torch does not run the model to find them, which would leave gradients of nonsense behind.
-        """
-        if self.shape is None:
+    def _build_schedule(self, inputs: Inputs, loss_fn: LossFunction) -> None:
+        if self.stream_shape is None:
+            # the extra forward leaves the random state as a run without it would have it
             with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                self._learn_shape(inputs, loss_fn)
-        last = len(self.plan.owners) - 1
-        wide = torch.promote_types(self.dtype, torch.float32)
-        stream = torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=True)
-        tokens, loss = inputs["tokens_BS"].to("meta"), torch.empty(1, dtype=wide, device="meta", requires_grad=True)
+                self.stream_shape = self._learn_shape(inputs, loss_fn)
+        partition, last = self.partition, len(self.partition.owners) - 1
+        # without the shapes torch would find them by running the model, which leaves gradients of nonsense behind
+        stream = torch.empty(self.stream_shape, dtype=self.dtype, device="meta", requires_grad=True)
+        loss_dtype = torch.promote_types(self.dtype, torch.float32)
+        loss = torch.empty(1, dtype=loss_dtype, device="meta", requires_grad=True)
+        tokens = inputs["tokens_BS"]
+        assert tokens is not None
         self.stages = [
-            _Stage(
+            _LossStage(
                 part,
                 loss_fn=loss_fn,
                 stage_index=stage,
                 num_stages=last + 1,
                 device=self.device,
                 group=self.group,
-                input_args=stream if stage else tokens,
+                input_args=stream if stage else tokens.to("meta"),
                 output_args=loss if stage == last else stream,
             )
             for stage, part in self.parts.items()
         ]
-        options = {"loss_fn": lambda out, target: out.sum() / self.divisor}
-        if self.plan.from_file:
+        # the stage has computed the loss already; what is left is the division, the same for every microbatch
+        options = {"loss_fn": lambda output, target: output.sum() / self.divisor}
+        if partition.from_file:
             self.schedule = compat_pipeline.schedule_from_file(
-                self.plan.schedule, self.stages, microbatches=self.plan.microbatches, **options
+                partition.schedule, self.stages, microbatches=partition.microbatches, **options
             )
             return
-        kind = get_schedule_class(self.plan.schedule)
+        kind = get_schedule_class(partition.schedule)
         stages = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages
-        self.schedule = kind(stages, self.plan.microbatches, scale_grads=False, **options)
+        # scale_grads divides by the number of microbatches: for losses that are means, which ours are not
+        self.schedule = kind(stages, partition.microbatches, scale_grads=False, **options)
 
-    def _learn_shape(self, inputs: Inputs, loss_fn: LossFunction) -> None:
-        """One forward through all stages, in which the shape travels too; then every rank knows it."""
+    def _learn_shape(self, inputs: Inputs, loss_fn: LossFunction) -> tuple[int, ...]:
+        """The shape of the residual stream between stages, by one forward in which the shape travels too."""
         handles, shapes = [], []
         for stage, part in self.parts.items():
-            if stage + 1 < len(self.plan.owners):
-                handles.append(part.register_forward_hook(lambda module, args, out: shapes.append(out.shape)))
+            if stage + 1 < len(self.partition.owners):
+                handles.append(part.register_forward_hook(lambda module, args, output: shapes.append(output.shape)))
             if stage:
                 handles.append(part.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape)))
-        self.shape = None
         self.evaluate([inputs], loss_fn=loss_fn)
         for handle in handles:
             handle.remove()
         assert len(set(shapes)) == 1, f"stages hand on tensors of different shapes: {set(map(tuple, shapes))}"
-        self.shape = tuple(shapes[0])
+        return tuple(shapes[0])
 
 
-def _cause(error: BaseException) -> BaseException:
-    """Our own error, where torch has put one of its own around it."""
-    here: BaseException | None = error
-    while here is not None:
-        if isinstance(here, TitanError):
-            return here
-        here = here.__cause__
+def _own_error(error: BaseException) -> BaseException:
+    """Our own error, where torch has wrapped it in one of its own; it carries the exit code."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TitanError):
+            return cause
+        cause = cause.__cause__
     return error

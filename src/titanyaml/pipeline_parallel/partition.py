@@ -1,4 +1,7 @@
-"""Which rank runs which blocks in which order: decided before anything is split, the same on every rank."""
+"""How the layers are partitioned into pipeline stages, and which rank runs which of them in which order.
+
+Every rank computes the whole partition from the model's facts and the configuration; nothing is communicated.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from titanyaml.distributed import compat
 from titanyaml.models.protocol import ModelFacts
 from titanyaml.pipeline_schedule import actions, stages
 from titanyaml.pipeline_schedule.actions import Action
-from titanyaml.pipeline_schedule.kinds import KINDS, owners
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS, stage_owners
 from titanyaml.pipeline_schedule.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True)
 class PipelinePartition:
-    """A pipeline.
+    """The stages of a pipeline and their schedule.
 
     Args:
-        schedule: name of a schedule, or the file of one. from_file: which of the two.
+        schedule: name of a schedule, or the file of one where ``from_file`` is true.
         owners: the pipeline rank of each stage. blocks: the names of its blocks.
         microbatches: forwards of a step.
     """
@@ -32,51 +35,48 @@ class PipelinePartition:
 
     @property
     def ranks(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return max(self.owners) + 1
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a pipeline rank, in their order."""
+        """The stages of a pipeline rank, ascending."""
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
     def orders(self) -> list[list[Action]]:
-        """What each rank runs in which order."""
+        """The actions of each rank in order."""
         if self.from_file:
             return actions.orders(actions.read(self.schedule))
-        return named_orders(self.schedule, owners=self.owners, microbatches=self.microbatches)
+        return schedule_orders(self.schedule, owners=self.owners, microbatches=self.microbatches)
 
     def timeline(self) -> Timeline:
         """When each action runs at unit costs (F = 1, B = 2, I = W = 1, every stage alike)."""
         return simulate(self.orders(), stages=len(self.owners))
 
 
-def named_orders(schedule: str, *, owners: Sequence[int], microbatches: int) -> list[list[Action]]:
-    """The orders of torch's schedule of this name."""
+def schedule_orders(schedule: str, *, owners: Sequence[int], microbatches: int) -> list[list[Action]]:
+    """The actions of each rank under torch's schedule of this name."""
     if schedule == "1F1B":
+        # torch 2.13 reports another order than it runs: its last rank starts at microbatch 1 and ends one too late
         return _one_forward_one_backward(len(owners), microbatches)
     rows = compat.schedule_rows(schedule, owners=owners, microbatches=microbatches)
     return actions.orders(actions.parse(rows))
 
 
 def _one_forward_one_backward(ranks: int, microbatches: int) -> list[list[Action]]:
-    """What torch's loop does: a rank runs as many forwards ahead as stages are left, itself included.
-
-    The order that torch 2.13 tells of this schedule is another one: that of the last rank starts at
-    microbatch 1 and ends one too late.
-    """
+    """As torch's loop runs it: first one forward per stage from this rank to the last, then alternating."""
     orders = []
     for rank in range(ranks):
-        ahead = min(microbatches, ranks - rank)
-        order = [Action(rank, "F", microbatch) for microbatch in range(ahead)]
+        warmup = min(microbatches, ranks - rank)
+        order = [Action(rank, "F", microbatch) for microbatch in range(warmup)]
         for microbatch in range(microbatches):
             order.append(Action(rank, "B", microbatch))
-            if ahead + microbatch < microbatches:
-                order.append(Action(rank, "F", ahead + microbatch))
+            if warmup + microbatch < microbatches:
+                order.append(Action(rank, "F", warmup + microbatch))
         orders.append(order)
     return orders
 
 
-def make(
+def make_partition(
     facts: ModelFacts,
     *,
     seq_len: int,
@@ -89,39 +89,35 @@ def make(
     first_less: int | None,
     last_less: int | None,
 ) -> PipelinePartition:
-    """The pipeline that the configuration asks for.
+    """The partition that the configuration asks for; the arguments are those of ``plugins.pp.PipelineParallel``.
 
     Raises:
-        ValueError: the layers cannot be cut as told, or the file cannot be read.
+        ValueError: the layers cannot be split as configured, or the file cannot be read.
     """
     if csv is not None:
         csv = str(Path(csv).expanduser())
-        placed = actions.placement(actions.read(csv))
+        owners = actions.stage_owners(actions.read(csv))
     else:
-        kind = KINDS[schedule]
-        placed = owners(kind.placement, ranks=ranks, stages=kind.per_rank(per_rank) * ranks)
-    if len(facts.blocks) < len(placed):
-        raise ValueError(f"{len(facts.blocks)} layers are fewer than {len(placed)} stages")
+        kind = SCHEDULE_KINDS[schedule]
+        owners = stage_owners(kind.placement, ranks=ranks, stages=kind.stages_per_rank(per_rank) * ranks)
+    layers, count = len(facts.blocks), len(owners)
+    if layers < count:
+        raise ValueError(f"{layers} layers are fewer than {count} stages")
     if names or first_less is not None or last_less is not None:
-        counts = stages.given(len(facts.blocks), len(placed), names=names, first_less=first_less, last_less=last_less)
+        counts = stages.split_as_configured(layers, count, names=names, first_less=first_less, last_less=last_less)
     else:
-        counts = balanced_layers(facts, seq_len=seq_len, count=len(placed))
-    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
-    blocks = tuple(facts.blocks[end - count : end] for end, count in zip(ends, counts, strict=True))
-    return PipelinePartition(csv or schedule, csv is not None, placed, blocks, microbatches)
+        counts = balanced_layers(facts, seq_len=seq_len, count=count)
+    ends = [sum(counts[: stage + 1]) for stage in range(count)]
+    blocks = tuple(facts.blocks[end - size : end] for end, size in zip(ends, counts, strict=True))
+    return PipelinePartition(csv or schedule, csv is not None, owners, blocks, microbatches)
 
 
 def balanced_layers(facts: ModelFacts, *, seq_len: int, count: int) -> list[int]:
-    """Layers of each of ``count`` stages by cost: FLOPs of a token first, then parameters.
-
-    The head has FLOPs and parameters, the embedding parameters only; tied, both have those of the one weight.
-    """
-    table = facts.num_embedding_params
-    block_params = (facts.num_params - (1 if facts.tied else 2) * table) / facts.num_layers
-    attention = 12 * facts.num_heads * facts.head_dim * seq_len
-    flops = [6 * block_params + attention] * facts.num_layers
-    sizes = [block_params] * facts.num_layers
-    flops[-1] += 6 * table
-    sizes[0] += table
-    sizes[-1] += table
-    return stages.balanced(flops, sizes, count)
+    """Layers of each of ``count`` stages by cost, see ``stages.split_decoder``."""
+    table_params = facts.num_embedding_params
+    block_params = (facts.num_params - (1 if facts.tied else 2) * table_params) / facts.num_layers
+    # the convention of ModelFacts.flops_per_token: attention is not halved for causality
+    attention_flops = 12 * facts.num_heads * facts.head_dim * seq_len
+    return stages.split_decoder(
+        facts.num_layers, count, block_params=block_params, attention_flops=attention_flops, table_params=table_params
+    )

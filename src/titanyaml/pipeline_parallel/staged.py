@@ -1,4 +1,4 @@
-"""A pipeline rank's stages of a model, in one module whose parameters have the names that they have in the whole."""
+"""One pipeline rank's stages as a module, whose parameters keep the names that they have in the whole model."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanyaml.models.decoder import Decoder
-from titanyaml.pipeline_parallel.execute import Inputs, LossFunction, Runtime
+from titanyaml.models.protocol import ModelFacts
+from titanyaml.pipeline_parallel.execute import Inputs, LossFunction, PipelineRuntime
 from titanyaml.pipeline_parallel.partition import PipelinePartition
 
 
-class Staged(nn.Module):
-    """What one rank holds. Its stages share their modules with it: what a plugin does to a block by its name is done to
-    the stage; what it does to a forward of the model it does to each of ``parts``.
+class StagedModel(nn.Module):
+    """The stages of one rank.
+
+    Blocks are shared with the stages, so that a plugin that changes a block by its name changes the stage. A plugin
+    that hooks the model's forward hooks each of ``parts`` instead (``model_parts``).
 
     Args:
-        whole: the model, on meta. plan: the pipeline. rank: this rank's place in it.
+        whole: the model, on meta.
+        rank: this rank's number in the pipeline; group: the ranks of the pipeline.
+        dtype: of the residual stream.
 
     Attributes:
-        parts: the stages, each a module of its own; they are no submodules, their modules are.
+        parts: the stages, each a module of its own. They are no submodules; their modules are.
         facts: those of the model, with this rank's blocks. elsewhere: parameters that only other ranks hold, on meta.
-        shared: name of the parameter that the first and the last stage hold on two ranks; "" where there is none.
+        shared: name of the tied weight, where the first and the last stage are on two ranks; else "".
     """
 
     def __init__(
         self,
         whole: Decoder,
-        plan: PipelinePartition,
+        partition: PipelinePartition,
         *,
         rank: int,
         group: dist.ProcessGroup,
@@ -40,84 +45,95 @@ class Staged(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.spec, self.plan, self.rank, self.group = whole.spec, plan, rank, group
+        self.spec, self.partition, self.rank, self.group = whole.spec, partition, rank, group
         self.device, self.dtype = device, dtype
-        last = len(plan.owners) - 1
+        last = len(partition.owners) - 1
+        # a plain list: as submodules the stages would give every parameter a second name
         self.parts: list[Decoder] = [
-            whole.part(plan.blocks[stage], embeds=stage == 0, heads=stage == last) for stage in plan.stages_of(rank)
+            whole.part(partition.blocks[stage], embeds=stage == 0, heads=stage == last)
+            for stage in partition.stages_of(rank)
         ]
         for part in self.parts:
             for name, child in part.named_children():
-                if isinstance(child, nn.ModuleDict) and hasattr(self, name):
+                if not isinstance(child, nn.ModuleDict):
+                    setattr(self, name, child)
+                elif hasattr(self, name):  # the layers of a second stage join those of the first
                     getattr(self, name).update(child)
                 else:
-                    setattr(self, name, nn.ModuleDict(child) if isinstance(child, nn.ModuleDict) else child)
-        first_of = {
-            name: next((got for part in self.parts if (got := getattr(part.facts, name))), "")
-            for name in ("embedding", "head", "final_norm")
-        }
-        self.facts = replace(
-            whole.facts,
-            blocks=tuple(block for part in self.parts for block in part.facts.blocks),
-            layouts=tuple(layout for part in self.parts for layout in part.facts.layouts),
-            **first_of,
-        )
-        here = dict(self.named_parameters())
-        self.elsewhere = {name: p for name, p in whole.named_parameters() if name not in here}
-        apart = whole.facts.tied and plan.owners[0] != plan.owners[last]
-        self.shared = f"{whole.facts.embedding}.weight" if apart else ""
-        self._runtime: Runtime | None = None
+                    setattr(self, name, nn.ModuleDict(dict(child.items())))
+        self.facts = _merged_facts(whole.facts, [part.facts for part in self.parts])
+        own_names = dict(self.named_parameters()).keys()
+        self.elsewhere = {name: p for name, p in whole.named_parameters() if name not in own_names}
+        is_split = whole.facts.tied and partition.owners[0] != partition.owners[last]
+        self.shared = f"{whole.facts.embedding}.weight" if is_split else ""
+        self._runtime: PipelineRuntime | None = None
 
     def init_buffers(self, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
-        """Fill those of the stages, which are not submodules."""
+        """Fill the buffers of every stage."""
         for part in self.parts:
             part.init_buffers(device, dtype=dtype)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Those of the stages, each of which has its own."""
+        """The buffers of every stage: each stage has its own copy, e.g. of the rotary tables."""
         for part in self.parts:
             yield from part.named_buffers(*args, **kwargs)
 
     @property
-    def runtime(self) -> Runtime:
-        """The stages as they run; made when first asked for, which is after all plugins."""
+    def runtime(self) -> PipelineRuntime:
+        """What runs the stages. Built at first use, because plugins still change the stages before."""
         if self._runtime is None:
-            self._runtime = Runtime(self.parts, self.plan, group=self.group, device=self.device, dtype=self.dtype)
+            self._runtime = PipelineRuntime(
+                self.parts, self.partition, group=self.group, device=self.device, dtype=self.dtype
+            )
         return self._runtime
 
     def train_step(self, inputs: Sequence[Inputs], *, loss_fn: LossFunction, divisor: int) -> Tensor:
-        """``Runtime.train``."""
+        """``PipelineRuntime.train``."""
         return self.runtime.train(inputs, loss_fn=loss_fn, divisor=divisor)
 
     def evaluate(self, inputs: Sequence[Inputs], *, loss_fn: LossFunction) -> Tensor:
-        """``Runtime.evaluate``."""
+        """``PipelineRuntime.evaluate``."""
         return self.runtime.evaluate(inputs, loss_fn=loss_fn)
 
     @torch.no_grad()
-    def settle(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
-        """Add up the gradients of a weight that both ends hold; bit-equal on both, since a + b is b + a.
+    def sum_shared_gradient(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
+        """Add up, in place, the gradients of a tied weight that both ends hold.
 
         Returns:
-            The gradients that count in a norm on this rank: the shared one counts where the first stage is.
+            The gradients that this rank counts in the norm: the shared one counts on the rank of the first stage only.
         """
         if self.shared not in grads:
             return list(grads.values())
         grad = grads[self.shared]
-        mine = grad.to_local() if isinstance(grad, DTensor) else grad
-        first, last = self.plan.owners[0], self.plan.owners[-1]
-        if mine.numel():
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        first, last = self.partition.owners[0], self.partition.owners[-1]
+        if local.numel():
+            # not an all-reduce: the ranks between the ends hold no such weight. Both copies stay bit-equal, since
+            # a + b is b + a in floating point
             peer = dist.get_global_rank(self.group, last if self.rank == first else first)
-            other = torch.empty_like(mine, memory_format=torch.contiguous_format)
+            peer_grad = torch.empty_like(local, memory_format=torch.contiguous_format)
             transfers = [
-                dist.P2POp(dist.isend, mine.contiguous(), peer, self.group),
-                dist.P2POp(dist.irecv, other, peer, self.group),
+                dist.P2POp(dist.isend, local.contiguous(), peer, self.group),
+                dist.P2POp(dist.irecv, peer_grad, peer, self.group),
             ]
             for work in dist.batch_isend_irecv(transfers):
                 work.wait()
-            mine += other
-        return [one for name, one in grads.items() if name != self.shared or self.rank == first]
+            local += peer_grad
+        return [grad for name, grad in grads.items() if name != self.shared or self.rank == first]
 
 
-def parts(model: nn.Module) -> list[nn.Module]:
-    """The modules whose forwards are the model's: its stages, or itself."""
-    return list(model.parts) if isinstance(model, Staged) else [model]
+def _merged_facts(whole: ModelFacts, parts: Sequence[ModelFacts]) -> ModelFacts:
+    """The model's facts with the blocks of these parts, and "" for an embedding, norm or head that none of them has."""
+    return replace(
+        whole,
+        blocks=tuple(block for part in parts for block in part.blocks),
+        layouts=tuple(layout for part in parts for layout in part.layouts),
+        embedding=next((part.embedding for part in parts if part.embedding), ""),
+        head=next((part.head for part in parts if part.head), ""),
+        final_norm=next((part.final_norm for part in parts if part.final_norm), ""),
+    )
+
+
+def model_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules whose forwards run: the stages of a ``StagedModel``, else the model itself."""
+    return list(model.parts) if isinstance(model, StagedModel) else [model]

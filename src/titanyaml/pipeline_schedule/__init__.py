@@ -1,1 +1,1 @@
-"""Pipeline schedules as plain data, without torch: which there are, their files, their errors, their bubbles."""
+"""Schedules of pipeline parallelism as plain data, without torch, so that the command line can check them."""

@@ -1,8 +1,9 @@
-"""What a rank does in which order, and the file format of it.
+"""What each pipeline rank computes in which order, and the file format for it.
 
-A file has a row a rank, in the order of the ranks; a cell is an action, empty where the rank waits. ``2F5``: stage 2
-runs the forward of microbatch 5; ``2B5`` its whole backward; ``2I5`` the backward by input only, ``2W5`` the rest of
-it, by weight; ``(0F4;3B1)OVERLAP_F_B``: a forward and a backward that belong together.
+The format is torch's CSV of computations, so that a file runs there unchanged. A row is a rank; a cell is one action,
+empty where the rank waits. ``2F5``: stage 2 runs the forward of microbatch 5; ``2B5``: its whole backward; ``2I5``: the
+backward for the input only; ``2W5``: the backward for the weights; ``(0F4;3B1)OVERLAP_F_B``: a forward and a backward
+whose transfers overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
-    """One computation. kind: F forward, B backward, I backward by input, W backward by weight."""
+    """One computation. kind: F forward, B backward, I backward for the input, W backward for the weights."""
 
     stage: int
     kind: str
@@ -28,22 +29,20 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-#: Actions of one cell: none, one, or a forward and a backward that belong together.
+#: Actions of one cell: none, one, or a forward and a backward that overlap.
 Cell = tuple[Action, ...]
 #: The cells of each rank.
 Grid = list[list[Cell]]
 
 
 def parse_cell(text: str) -> Cell:
-    """The actions of a cell.
-
-    Raises:
-        ValueError: it is no cell.
-    """
+    """The actions of one cell; ValueError for anything else."""
     text = text.strip()
+    if not text:
+        return ()
     pair = _PAIR.fullmatch(text)
     actions = []
-    for part in pair.groups() if pair else [text] * bool(text):
+    for part in pair.groups() if pair else (text,):
         match = _ACTION.fullmatch(part.strip())
         if match is None:
             raise ValueError(f"{text!r} is no action")
@@ -55,7 +54,7 @@ def parse(rows: Iterable[Sequence[str]]) -> Grid:
     """A grid of cells.
 
     Raises:
-        ValueError: names the row, the rank and the column of the first cell that is none.
+        ValueError: names row, rank and column of the first cell that cannot be read.
     """
     grid: Grid = []
     for rank, row in enumerate(rows):
@@ -64,10 +63,9 @@ def parse(rows: Iterable[Sequence[str]]) -> Grid:
             try:
                 grid[rank].append(parse_cell(text))
             except ValueError as error:
-                raise ValueError(
-                    f"row {rank + 1} (rank {rank}), column {column}: {error}; an action is a stage, one "
-                    "of F, B, I, W, and a microbatch, as in 2F5"
-                ) from None
+                format_hint = "an action is a stage, one of F, B, I, W, and a microbatch, as in 2F5"
+                message = f"row {rank + 1} (rank {rank}), column {column}: {error}; {format_hint}"
+                raise ValueError(message) from None
     return grid
 
 
@@ -75,32 +73,34 @@ def read(path: str | Path) -> Grid:
     """The grid in a file.
 
     Raises:
-        ValueError: as ``parse``. OSError: it cannot be read.
+        ValueError: as ``parse``. OSError: the file cannot be read.
     """
+    # utf-8-sig: spreadsheets write a byte-order mark, which would make the first cell unreadable
     with open(path, newline="", encoding="utf-8-sig") as file:
         return parse(csv.reader(file))
 
 
 def orders(grid: Grid) -> list[list[Action]]:
-    """The actions of each rank, one after the other."""
+    """The actions of each rank in order, without the cells in which it waits."""
     return [[action for cell in row for action in cell] for row in grid]
 
 
-def most_held(order: Iterable[Action]) -> int:
-    """Forwards of stages without their whole backward at one time, on the rank that follows this order."""
-    held = most = 0
+def max_in_flight(order: Iterable[Action]) -> int:
+    """Most forwards of stages whose activations a rank keeps at one time, when it follows this order."""
+    in_flight = peak = 0
     for action in order:
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        most = max(most, held)
-    return most
+        # I frees nothing: the backward for the weights still reads the saved inputs
+        in_flight += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        peak = max(peak, in_flight)
+    return peak
 
 
 def microbatches(grid: Grid) -> int:
-    """How many there are."""
+    """Number of microbatches of a step."""
     return 1 + max((action.microbatch for row in orders(grid) for action in row), default=-1)
 
 
-def placement(grid: Grid) -> tuple[int, ...]:
-    """The rank of each stage; of a grid that is valid."""
+def stage_owners(grid: Grid) -> tuple[int, ...]:
+    """The rank of each stage of a valid grid."""
     owner = {action.stage: rank for rank, row in enumerate(orders(grid)) for action in row}
     return tuple(owner[stage] for stage in range(len(owner)))

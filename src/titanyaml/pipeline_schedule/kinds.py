@@ -1,4 +1,4 @@
-"""The schedules that have a name: where their stages lie, and how many microbatches fill the pipe."""
+"""The named schedules of torch.distributed.pipelining: where their stages lie, and how many microbatches they need."""
 
 from __future__ import annotations
 
@@ -6,58 +6,63 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One schedule of torch.distributed.pipelining.
+class ScheduleKind:
+    """One named schedule.
 
     Args:
         name: as torch and ``parallel.pp_schedule`` spell it.
         placement: ``loop``: stage s is on rank s mod ranks; ``v``: down the ranks and back up.
-        fewest, most: stages on a rank; most None: any number.
-        splits: whether a backward is done in two parts, by input first and by weight later.
-        rounds: whether the microbatches go through in rounds of equal size.
+        min_stages, max_stages: stages on one rank; max_stages None: any number.
+        splits_backward: the gradient of the input is computed first, that of the weights later.
+        needs_whole_rounds: the microbatches must divide into rounds of equal size.
     """
 
     name: str
     placement: str
-    fewest: int
-    most: int | None
-    splits: bool = False
-    rounds: bool = False
+    min_stages: int
+    max_stages: int | None
+    splits_backward: bool = False
+    needs_whole_rounds: bool = False
 
-    def allows(self, per_rank: int) -> bool:
-        """Whether a rank may hold so many stages."""
-        return per_rank >= self.fewest and (self.most is None or per_rank <= self.most)
+    def allows_stages(self, stages_per_rank: int) -> bool:
+        """Whether one rank can run that many stages."""
+        return stages_per_rank >= self.min_stages and (self.max_stages is None or stages_per_rank <= self.max_stages)
 
-    def per_rank(self, asked: int | None) -> int:
-        """Stages on a rank: as asked, else the fewest."""
-        return self.fewest if asked is None else asked
+    def stages_per_rank(self, requested: int | None) -> int:
+        """Stages on one rank: as requested, else the fewest."""
+        return self.min_stages if requested is None else requested
 
-    def fills(self, microbatches: int, *, ranks: int) -> bool:
-        """Whether so many microbatches keep every rank busy once, in whole rounds."""
-        return microbatches >= self.smallest(ranks) and not (self.rounds and microbatches % (microbatches // ranks))
+    def is_filled_by(self, microbatches: int, *, ranks: int) -> bool:
+        """Whether that many microbatches keep every rank busy at once, in whole rounds where they are needed."""
+        if microbatches < self.min_microbatches(ranks):
+            return False
+        # torch makes microbatches // ranks rounds and refuses a remainder
+        return not (self.needs_whole_rounds and microbatches % (microbatches // ranks))
 
-    def smallest(self, ranks: int) -> int:
-        """Fewest microbatches with which every rank is busy once."""
+    def min_microbatches(self, ranks: int) -> int:
+        """Fewest microbatches with which every rank is busy at once."""
+        # a V passes each rank twice: torch pads ZBV with microbatches that do not exist below its limit
         return {"ZBVZeroBubble": 2 * ranks - 1, "DualPipeV": 2 * ranks}.get(self.name, ranks)
 
 
-KINDS = {
+SCHEDULE_KINDS = {
     kind.name: kind
     for kind in (
-        Kind("GPipe", "loop", 1, 1),
-        Kind("1F1B", "loop", 1, 1),
-        Kind("Interleaved1F1B", "loop", 2, None, rounds=True),
-        Kind("LoopedBFS", "loop", 2, None),
-        Kind("InterleavedZeroBubble", "loop", 2, None, splits=True, rounds=True),
-        Kind("ZBVZeroBubble", "v", 2, 2, splits=True),
-        Kind("DualPipeV", "v", 2, 2, splits=True),
+        ScheduleKind("GPipe", "loop", 1, 1),  # Huang et al. 2019, arXiv 1811.06965
+        ScheduleKind("1F1B", "loop", 1, 1),  # Narayanan et al. 2019, PipeDream; with a flush: arXiv 2006.09503
+        ScheduleKind("Interleaved1F1B", "loop", 2, None, needs_whole_rounds=True),  # Megatron-LM, arXiv 2104.04473
+        ScheduleKind("LoopedBFS", "loop", 2, None),  # Lamy-Poirier 2022, arXiv 2211.05953
+        # Qi et al. 2023, arXiv 2401.10241: ZB1P over several stages on a rank, and ZB-V of its section 6
+        ScheduleKind("InterleavedZeroBubble", "loop", 2, None, splits_backward=True, needs_whole_rounds=True),
+        ScheduleKind("ZBVZeroBubble", "v", 2, 2, splits_backward=True),
+        ScheduleKind("DualPipeV", "v", 2, 2, splits_backward=True),  # after DualPipe of DeepSeek-V3, arXiv 2412.19437
     )
 }
 
 
-def owners(placement: str, *, ranks: int, stages: int) -> tuple[int, ...]:
+def stage_owners(placement: str, *, ranks: int, stages: int) -> tuple[int, ...]:
     """The rank of each stage."""
     if placement == "v":
         assert stages == 2 * ranks, "a V goes down the ranks and back once"
-        return tuple(range(ranks)) + tuple(reversed(range(ranks)))
+        return (*range(ranks), *reversed(range(ranks)))
     return tuple(stage % ranks for stage in range(stages))

@@ -1,6 +1,8 @@
-"""When each action runs, given how long it takes: the length of a step, and the share of it that ranks wait.
+"""When each action of a schedule runs: the length of a step, and its bubble.
 
-Sending takes no time here. Unit costs are the usual ones: a backward is twice a forward, and its two parts are equal.
+Transfers take no time. Unit costs are the usual ones (Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023, arXiv
+2401.10241): a backward takes twice a forward, and its two parts are equal. docs/pipeline.md has the closed forms that
+follow for the named schedules.
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from titanyaml.pipeline_schedule.actions import Action, most_held
+from titanyaml.pipeline_schedule.actions import Action, max_in_flight
 
-UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+UNIT_COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,17 @@ class Timeline:
         return 1.0 - busy / (self.length * len(self.ranks)) if self.length else 0.0
 
     @property
-    def held(self) -> int:
-        """Most forwards whose backward is not done, on the rank that has most: what it keeps activations of."""
-        return max((most_held(span.action for span in spans) for spans in self.ranks), default=0)
+    def max_in_flight(self) -> int:
+        """Most forwards of stages whose activations one rank keeps at a time."""
+        return max((max_in_flight(span.action for span in spans) for spans in self.ranks), default=0)
 
 
-class Stuck(Exception):
-    """No rank can go on. waiting: rank to (position in its order, the action there, actions of which it needs one)."""
+class ScheduleDeadlock(Exception):
+    """Ranks wait for each other.
+
+    Args:
+        waiting: rank to (position in its order, the action there, actions of which it needs one).
+    """
 
     def __init__(self, waiting: dict[int, tuple[int, Action, tuple[Action, ...]]]) -> None:
         super().__init__(waiting)
@@ -51,52 +57,53 @@ class Stuck(Exception):
 
 def unit_cost(action: Action) -> float:
     """Unit costs, the same for every stage."""
-    return UNIT[action.kind]
+    return UNIT_COSTS[action.kind]
 
 
-def needs(action: Action, *, stages: int) -> list[tuple[Action, ...]]:
-    """What must have run before: of each tuple, one."""
+def prerequisites(action: Action, *, stages: int) -> list[tuple[Action, ...]]:
+    """Groups of actions; of each group, one must have run before."""
     stage, kind, microbatch = action
     if kind == "F":
         return [(Action(stage - 1, "F", microbatch),)] if stage else []
     if kind == "W":
         return [(Action(stage, "I", microbatch),)]
-    above = (Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch))
-    return [(Action(stage, "F", microbatch),), *([above] if stage + 1 < stages else [])]
+    groups: list[tuple[Action, ...]] = [(Action(stage, "F", microbatch),)]
+    if stage + 1 < stages:
+        # the next stage sends its input's gradient after I as well as after B
+        groups.append((Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch)))
+    return groups
 
 
 def simulate(
     orders: Sequence[Sequence[Action]], *, stages: int, cost: Callable[[Action], float] = unit_cost
 ) -> Timeline:
-    """Run every rank's actions in their order, each as soon as the rank is free and what it needs is there.
+    """Run every rank's actions in their order, each as soon as its rank is free and its prerequisites have ended.
 
     Raises:
-        Stuck: ranks wait for each other.
+        ScheduleDeadlock: no rank can go on.
     """
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in orders]
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    # passes over the ranks until none can go on; the order of the passes cannot change a time
+    while progressed:
+        progressed = False
         for rank, order in enumerate(orders):
             while len(spans[rank]) < len(order):
                 action = order[len(spans[rank])]
-                ready = [
-                    min((ends[one] for one in any_of if one in ends), default=None)
-                    for any_of in needs(action, stages=stages)
-                ]
-                if None in ready:
+                groups = prerequisites(action, stages=stages)
+                if any(ends.keys().isdisjoint(group) for group in groups):
                     break
-                start = max([*ready, spans[rank][-1].end if spans[rank] else 0.0], default=0.0)
+                ready = [min(ends[needed] for needed in group if needed in ends) for group in groups]
+                start = max([*ready, spans[rank][-1].end if spans[rank] else 0.0])
                 ends[action] = start + cost(action)
                 spans[rank].append(Span(action, start, ends[action]))
-                moved = True
+                progressed = True
     waiting = {}
     for rank, order in enumerate(orders):
-        if len(spans[rank]) < len(order):
-            action = order[len(spans[rank])]
-            missing = next(any_of for any_of in needs(action, stages=stages) if not any(one in ends for one in any_of))
-            waiting[rank] = len(spans[rank]), action, missing
+        if (position := len(spans[rank])) < len(order):
+            groups = prerequisites(order[position], stages=stages)
+            waiting[rank] = position, order[position], next(group for group in groups if ends.keys().isdisjoint(group))
     if waiting:
-        raise Stuck(waiting)
+        raise ScheduleDeadlock(waiting)
     return Timeline(spans, max(ends.values(), default=0.0))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 
 from titanyaml.errors import Problem
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
-from titanyaml.pipeline_parallel.staged import parts
+from titanyaml.pipeline_parallel.staged import model_parts
 
 RESHARD = ("auto", "always", "never")
 
@@ -143,7 +143,7 @@ class FullyShard:
                     model.get_submodule(f"{name}.{layout.experts}"), reshard_after_forward=reshard, **options | experts
                 )
             fully_shard(model.get_submodule(name), reshard_after_forward=reshard, **options)
-        for part in parts(model):
+        for part in model_parts(model):
             fully_shard(part, reshard_after_forward=always, **options)
             for module in _sharded(part):
                 module.set_gradient_divide_factor(1.0)

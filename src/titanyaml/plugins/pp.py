@@ -13,10 +13,10 @@ from torch import nn
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.models.decoder import Decoder
 from titanyaml.pipeline.protocol import Change, Context
-from titanyaml.pipeline_parallel import partition as plans
-from titanyaml.pipeline_parallel.staged import Staged
+from titanyaml.pipeline_parallel.partition import PipelinePartition, make_partition
+from titanyaml.pipeline_parallel.staged import StagedModel
 from titanyaml.pipeline_schedule import actions
-from titanyaml.pipeline_schedule.kinds import KINDS
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
 from titanyaml.pipeline_schedule.validate import first_violation
 
 #: Nodes that take a backward as one, and why.
@@ -59,12 +59,12 @@ class PipelineParallel:
         """The schedule can be run with so many microbatches and layers. The rule table says the same earlier."""
         try:
             violation = self._violation(ctx)
-            plan = None if violation else self._plan(ctx)
+            partition = None if violation else self._partition(ctx)
         except (OSError, ValueError) as error:
-            violation, plan = str(error), None
+            violation, partition = str(error), None
         if violation:
             return [Problem("parallel.pp_schedule_csv" if self.schedule_csv else "parallel.pp_schedule", violation)]
-        if not any(action.kind == "I" for order in plan.orders() for action in order):
+        if not any(action.kind == "I" for order in partition.orders() for action in order):
             return []
         routers = (
             [
@@ -95,17 +95,17 @@ class PipelineParallel:
                 return f"{self.schedule_csv}: {violation}"
             needed = actions.microbatches(grid)
             return "" if needed == microbatches else f"runs {needed} microbatches, not {microbatches}"
-        kind = KINDS.get(self.schedule)
+        kind = SCHEDULE_KINDS.get(self.schedule)
         if kind is None:
-            return f"is {self.schedule!r}; there are {', '.join(KINDS)}"
-        if not kind.allows(kind.per_rank(self.stages_per_rank)):
+            return f"is {self.schedule!r}; there are {', '.join(SCHEDULE_KINDS)}"
+        if not kind.allows_stages(kind.stages_per_rank(self.stages_per_rank)):
             return f"{kind.name} cannot run {self.stages_per_rank} stages on a rank"
-        if not kind.fills(microbatches, ranks=ranks):
+        if not kind.is_filled_by(microbatches, ranks=ranks):
             return f"{microbatches} microbatches do not fill {kind.name} on {ranks} ranks"
         return ""
 
-    def _plan(self, ctx: Context) -> plans.Plan:
-        return plans.make(
+    def _partition(self, ctx: Context) -> PipelinePartition:
+        return make_partition(
             ctx.facts,
             seq_len=ctx.seq_len,
             ranks=ctx.dims.pp,
@@ -131,15 +131,15 @@ class PipelineParallel:
                 hint="parallel.pp=1",
             )
         assert ctx.mesh is not None, "more than one rank and no mesh"
-        rank, plan = ctx.mesh.get_local_rank("pp"), self._plan(ctx)
-        staged = Staged(
-            model, plan, rank=rank, group=ctx.mesh.get_group("pp"), device=ctx.device, dtype=ctx.compute_dtype
+        rank, partition = ctx.mesh.get_local_rank("pp"), self._partition(ctx)
+        staged = StagedModel(
+            model, partition, rank=rank, group=ctx.mesh.get_group("pp"), device=ctx.device, dtype=ctx.compute_dtype
         )
-        layers = ", ".join(str(len(blocks)) for blocks in plan.blocks)
-        mine = " and ".join(map(str, plan.stages_of(rank)))
+        layers = ", ".join(str(len(blocks)) for blocks in partition.blocks)
+        mine = " and ".join(map(str, partition.stages_of(rank)))
         return staged, Change(
-            f"{len(plan.blocks)} stages of {layers} layers over pp({ctx.dims.pp}), {plan.schedule}, "
-            f"{plan.microbatches} microbatches, bubble {plan.timeline().bubble:.1%}; pipeline rank {rank} holds stage "
+            f"{len(partition.blocks)} stages of {layers} layers over pp({ctx.dims.pp}), {partition.schedule}, "
+            f"{partition.microbatches} microbatches, bubble {partition.timeline().bubble:.1%}; pipeline rank {rank} holds stage "
             f"{mine}",
             list(staged.facts.blocks) + [name for name, _ in staged.named_children() if name != "layers"],
         )

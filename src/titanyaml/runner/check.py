@@ -1,4 +1,4 @@
-"""Show what would run, without running it: the tree, the mesh, the pipeline (``runner=check``).
+"""Show what would run, without running it: the configuration, the mesh, the pipeline (``runner=check``).
 
 The pipeline is the real one, applied to the model on meta under a fake process group of the mesh's size, so that each
 row of the table is what the plugin did, not what it intends.
@@ -21,30 +21,30 @@ from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import dtype_name
 from titanyaml.pipeline_parallel import tables
-from titanyaml.pipeline_parallel.staged import Staged
-from titanyaml.planner.search.choose_ac import Choice
+from titanyaml.pipeline_parallel.staged import StagedModel
+from titanyaml.planner.search.choose_ac import AcChoice
 from titanyaml.rundir import RunDir
-from titanyaml.runner import recompute, setup
+from titanyaml.runner import auto_ac, run_report, setup
 
 
 def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
-    """Print the resolved tree, the mesh and the pipeline table; nothing is trained and no rank is started."""
+    """Print the configuration, the mesh and the pipeline table; nothing is trained and no rank is started."""
     world_size = ranks.world_size(config)
     dims = ParallelDims.resolve(config.parallel, world_size)
     console = Console()
     console.print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), markup=False, highlight=False)
-    config, choice = recompute.settle(config, env)
+    config, choice = auto_ac.resolve(config, env)
     with compat.fake_process_group(world_size):
         mesh = dims.build("cpu") if world_size > 1 else None
         model, ctx, resolved, changes = setup.transform(config, env, dims, mesh=mesh)
         console.print(mesh_table(dims))
         console.print(show.table(resolved, changes))
-        console.print(show.by_module(resolved, changes))
-        if isinstance(model, Staged):
-            console.print(tables.stages_table(model.plan))
-            console.print(tables.schedules_table(model.plan))
+        console.print(show.module_table(resolved, changes))
+        if isinstance(model, StagedModel):
+            console.print(tables.stages_table(model.partition))
+            console.print(tables.schedules_table(model.partition))
     if choice is not None:
-        console.print(recompute_table(choice))
+        console.print(options_table(choice))
         console.print(choice.sentence(), highlight=False)
     facts, seq_len = ctx.facts, config.train.seq_len
     active = f" ({facts.num_active_params:,} active)" if facts.num_experts else ""
@@ -53,33 +53,30 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
         f"{config.model.name}: {facts.num_params:,} parameters{active}, "
         f"{facts.flops_per_token(seq_len) / 1e9:,.2f} GFLOP per token at {seq_len} tokens; "
         f"{tokens:,} tokens a step, accumulation {ctx.accumulation}; compute "
-        f"{dtype_name(ctx.compute_dtype)} on {env.device.type}, masters {setup.master_format(config)}",
+        f"{dtype_name(ctx.compute_dtype)} on {env.device.type}, masters {run_report.master_format(config)}",
         highlight=False,
     )
     return {"world_size": world_size}
 
 
 def mesh_table(dims: ParallelDims) -> Table:
-    """One row per axis that has more than one rank."""
+    """A row per axis with more than one rank."""
     table = Table(title=f"mesh: {dims.world_size} rank{'s' if dims.world_size > 1 else ''}", title_justify="left")
     table.add_column("axis")
     table.add_column("ranks", justify="right")
-    for axis, size in dataclasses.asdict(dims).items():
-        if size > 1:
-            table.add_row(axis, str(size))
-    if dims.world_size == 1:
-        table.add_row("none: one rank", "1")
+    sizes = {axis: size for axis, size in dataclasses.asdict(dims).items() if size > 1}
+    for axis, size in (sizes or {"none: one rank": 1}).items():
+        table.add_row(axis, str(size))
     return table
 
 
-def recompute_table(choice: Choice) -> Table:
-    """What ``ac=auto`` chose among, the fastest first."""
+def options_table(choice: AcChoice) -> Table:
+    """The ways to recompute among which ``ac=auto`` chose, the fastest first."""
     table = Table(title="ac=auto", title_justify="left")
     table.add_column("recomputation")
-    for column in ("GiB planned", "ms a step", f"fits into {choice.limit_gib:.1f}"):
+    for column in ("GiB planned", "ms a step", f"fits into {choice.limit.gib:.1f}"):
         table.add_column(column, justify="right")
     for option in choice.options:
-        table.add_row(
-            option.typed, f"{option.memory_gib:.2f}", f"{1000 * option.step_s:.1f}", "yes" if option.fits else "no"
-        )
+        fits = "yes" if option.fits else "no"
+        table.add_row(option.typed, f"{option.memory_gib:.2f}", f"{1000 * option.step_s:.1f}", fits)
     return table

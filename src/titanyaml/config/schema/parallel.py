@@ -5,23 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titanyaml.config.keys import MAX_RANKS, key
-from titanyaml.pipeline_schedule.kinds import KINDS
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
 
 
 @dataclass
 class Parallel:
     """Degrees of the device mesh. One of them may be -1: derived from the number of ranks."""
 
-    dp_replicate: int = key(1, "copies of the sharded model (HSDP, DDP)", low=-1, high=MAX_RANKS)
-    dp_shard: int = key(1, "ranks over which FSDP shards parameters, gradients and optimizer", low=-1, high=MAX_RANKS)
-    cp: int = key(1, "ranks over which a sequence is split", low=-1, high=MAX_RANKS)
-    tp: int = key(1, "ranks over which matrices are split", low=-1, high=MAX_RANKS)
-    pp: int = key(1, "pipeline stages' ranks", low=-1, high=MAX_RANKS)
-    ep: int = key(1, "ranks over which experts are split; reuses dp_shard*cp*tp", low=-1, high=MAX_RANKS)
+    dp_replicate: int = key(1, "copies of the sharded model (HSDP, DDP)", low=-1, high=MAX_RANKS, resume="equal_batch")
+    dp_shard: int = key(
+        1,
+        "ranks over which FSDP shards parameters, gradients and optimizer",
+        low=-1,
+        high=MAX_RANKS,
+        resume="equal_batch",
+    )
+    cp: int = key(1, "ranks over which a sequence is split", low=-1, high=MAX_RANKS, resume="equal_batch")
+    tp: int = key(1, "ranks over which matrices are split", low=-1, high=MAX_RANKS, resume="equal_batch")
+    pp: int = key(1, "pipeline stages' ranks", low=-1, high=MAX_RANKS, resume="equal_batch")
+    ep: int = key(
+        1, "ranks over which experts are split; reuses dp_shard*cp*tp", low=-1, high=MAX_RANKS, resume="equal_batch"
+    )
     fsdp_reshard_after_forward: str = key(
         "auto",
         "free gathered weights after a block's forward; auto: all but the last block",
         choices=["auto", "always", "never"],
+        resume="free",
     )
     fsdp_prefetch: int | None = key(
         None, "blocks whose weights are gathered ahead; null: FSDP's own order, one as soon as it can", low=1
@@ -31,6 +40,7 @@ class Parallel:
         False,
         "put reduced gradients where the backward pass has freed activations, in place of memory of their own; "
         "needs a GPU and one backward pass a step",
+        resume="free",
     )
     cp_method: str = key(
         "allgather",
@@ -40,7 +50,9 @@ class Parallel:
     tp_sequence_parallel: bool = key(
         True, "tp ranks hold a slice of the sequence between the split matrices; false: the whole of it"
     )
-    pp_schedule: str = key("1F1B", "order of forwards and backwards on the pipeline's ranks", choices=list(KINDS))
+    pp_schedule: str = key(
+        "1F1B", "order of forwards and backwards on the pipeline's ranks", choices=list(SCHEDULE_KINDS)
+    )
     pp_schedule_csv: str | None = key(
         None, "file with a schedule of your own in place of pp_schedule: a row a rank, cells such as 0F0, 1B3, 1I3, 1W3"
     )

@@ -10,7 +10,7 @@ from typing import Any
 from titanyaml.config import degrees, ranks, schema
 from titanyaml.config.schema import Config
 from titanyaml.pipeline_schedule import actions, stages
-from titanyaml.pipeline_schedule.kinds import KINDS, owners
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS, stage_owners
 from titanyaml.pipeline_schedule.simulate import simulate
 from titanyaml.planner.model import devices
 from titanyaml.planner.model.inputs import FUSED, TITANYAML, Job, Mesh
@@ -127,18 +127,20 @@ def _quant(config: Config) -> tuple[str, bool]:
 def _pipeline(
     parallel: schema.Parallel, of: Shape, mesh: Mesh, *, seq_len: int, local_batch: int, microbatches: int
 ) -> dict[str, Any]:
-    """What a job says of its pipeline: cut as ``pipeline.plan.make`` cuts it, a schedule from a file simulated."""
+    """What a job says of its pipeline: split as ``pipeline_parallel.partition`` splits it, a schedule from a file simulated."""
     bubble, held = None, ()
     if parallel.pp_schedule_csv is not None:
         grid = actions.read(Path(parallel.pp_schedule_csv).expanduser())
-        placed = actions.placement(grid)
+        placed = actions.stage_owners(grid)
         timeline = simulate(actions.orders(grid), stages=len(placed))
-        held = tuple(map(actions.most_held, actions.orders(grid)))
+        held = tuple(map(actions.max_in_flight, actions.orders(grid)))
         unit = 3.0 * len(placed) / mesh.pp  # a forward and a backward of all stages of a rank
         bubble = timeline.length / unit - microbatches
     else:
-        kind = KINDS[parallel.pp_schedule]
-        placed = owners(kind.placement, ranks=mesh.pp, stages=kind.per_rank(parallel.pp_stages_per_rank) * mesh.pp)
+        kind = SCHEDULE_KINDS[parallel.pp_schedule]
+        placed = stage_owners(
+            kind.placement, ranks=mesh.pp, stages=kind.stages_per_rank(parallel.pp_stages_per_rank) * mesh.pp
+        )
     counts = _stages(parallel, of, len(placed), seq_len=seq_len)
     return {
         "local_batch": local_batch * microbatches,
@@ -155,18 +157,20 @@ def _pipeline(
 def _stages(parallel: schema.Parallel, of: Shape, count: int, *, seq_len: int) -> list[int]:
     first, last = parallel.pp_first_stage_less_layers, parallel.pp_last_stage_less_layers
     if parallel.pp_stages or first is not None or last is not None:
-        return stages.given(of.num_layers, count, names=parallel.pp_stages, first_less=first, last_less=last)
+        return stages.split_as_configured(
+            of.num_layers, count, names=parallel.pp_stages, first_less=first, last_less=last
+        )
     return list(_balanced(of, count, seq_len))
 
 
 @functools.cache
 def _balanced(of: Shape, count: int, seq_len: int) -> tuple[int, ...]:
-    """As ``pipeline.plan.balanced_layers``. Kept: a search asks thousands of times for the same few cuts."""
-    table = of.vocab_size * of.dim
-    mean = (of.num_params - (1 if of.tied else 2) * table) / of.num_layers
-    flops = [6.0 * mean + 12 * of.query_dim * seq_len] * of.num_layers
-    sizes = [mean] * of.num_layers
-    flops[-1] += 6 * table
-    sizes[0] += table
-    sizes[-1] += table
-    return tuple(stages.balanced(flops, sizes, count))
+    """Layers of each stage by cost. Cached: a search asks thousands of times for the same few splits."""
+    table_params = of.vocab_size * of.dim
+    block_params = (of.num_params - (1 if of.tied else 2) * table_params) / of.num_layers
+    attention_flops = 12 * of.query_dim * seq_len
+    return tuple(
+        stages.split_decoder(
+            of.num_layers, count, block_params=block_params, attention_flops=attention_flops, table_params=table_params
+        )
+    )

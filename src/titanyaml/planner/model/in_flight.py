@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from titanyaml.pipeline_schedule.kinds import KINDS
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
 from titanyaml.planner.model.inputs import Job
 
 #: Stages whose weights torch's schedules of several stages a rank keep gathered at most.
@@ -98,6 +98,6 @@ def _with(stages: tuple[int, ...], stage: int) -> tuple[int, ...]:
 def _turn(job: Job) -> int:
     """Microbatches that one stage takes before the next one of its rank has its turn."""
     ranks, count = job.mesh.pp, job.microbatches
-    if job.held or KINDS[job.schedule].placement == "v":
+    if job.held or SCHEDULE_KINDS[job.schedule].placement == "v":
         return max(1, count // 2)
-    return count // max(1, count // ranks) if KINDS[job.schedule].rounds else count
+    return count // max(1, count // ranks) if SCHEDULE_KINDS[job.schedule].needs_whole_rounds else count
