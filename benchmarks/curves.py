@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         (name, seed)
         for seed in options.seeds
         for name in names
-        if "losses" not in results.get(name, {}).get("seeds", {}).get(str(seed), {})
+        if "means" not in results.get(name, {}).get("seeds", {}).get(str(seed), {})
     ]
     _run_all(wanted, results, options)
     return int(not judge(results, options))
@@ -169,7 +169,7 @@ def _run_all(wanted: list[tuple[str, int]], results: dict[str, Any], options: ar
 
 
 def run(name: str, seed: int, device: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Losses of every step, and the validation loss at the end (nats a token)."""
+    """Mean loss of every ``WINDOW`` steps, and the validation loss at the end (nats a token)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     place = {"CUDA_VISIBLE_DEVICES": visible.split(",")[device] if visible else str(device)} if machine.gpus() else {}
     return _run(
@@ -205,13 +205,13 @@ def _run(overrides: list[str], place: dict[str, str], options: argparse.Namespac
     if done.returncode or len(losses) < steps:
         return compare.failed(command, done)
     [validation] = [record["validation_loss"] for record in records if "validation_loss" in record][-1:]
-    return {"losses": losses, "validation": validation}
+    return {"means": means(losses), "validation": validation}
 
 
 def means(losses: list[float]) -> list[float]:
-    """Of every ``WINDOW`` steps from ``JUDGED_FROM`` on; an incomplete last one is dropped."""
-    starts = range(JUDGED_FROM - 1, len(losses) - WINDOW + 1, WINDOW)
-    return [statistics.fmean(losses[start : start + WINDOW]) for start in starts]
+    """Mean of every ``WINDOW`` steps; an incomplete last window is dropped."""
+    starts = range(0, len(losses) - WINDOW + 1, WINDOW)
+    return [round(statistics.fmean(losses[start : start + WINDOW]), 8) for start in starts]
 
 
 def judge(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> bool:
@@ -228,7 +228,7 @@ def judge(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> bo
         shared = sorted(
             seed
             for seed in result["seeds"]
-            if {"losses"} <= result["seeds"][seed].keys() & reference.get(seed, {}).keys()
+            if {"means"} <= result["seeds"][seed].keys() & reference.get(seed, {}).keys()
         )
         if not shared:
             lines.append([name, "failed" if failed else "-", *["-"] * 6])
@@ -275,7 +275,9 @@ def judge(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> bo
 
 
 def _mean_curve(runs: list[dict[str, Any]]) -> list[float]:
-    return [statistics.fmean(window) for window in zip(*(means(one["losses"]) for one in runs), strict=True)]
+    """Mean over the seeds of each judged window; the windows before ``JUDGED_FROM`` are not compared."""
+    judged = [run["means"][(JUDGED_FROM - 1) // WINDOW :] for run in runs]
+    return [statistics.fmean(window) for window in zip(*judged, strict=True)]
 
 
 if __name__ == "__main__":
