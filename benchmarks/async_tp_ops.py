@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from titanyaml.distributed import async_tp_times, compat, compat_async_tp
-from titanyaml.distributed.async_tp_times import CollectivePlace
+from titanyaml.distributed.collective_places import CollectivePlace, block_places
 from titanyaml.distributed.env import Env, start, stop
 from titanyaml.distributed.tensor import TensorGroup, gather_sequence
 
@@ -44,7 +44,7 @@ def main() -> None:
     if env.device.type == "cpu":
         compat_async_tp.register_cpu_kernels()
     group = TensorGroup.of(init_device_mesh(env.device.type, (env.world_size,)))
-    clock = _host if env.device.type == "cpu" else async_tp_times.events
+    clock = _host if env.device.type == "cpu" else async_tp_times.event_clock
     found = {name: _block(sizes, group, env, clock) for name, sizes in (DEBUG if options.debug else BLOCKS).items()}
     if env.is_main:
         options.out.write_text(json.dumps({"ranks": env.world_size, "blocks": found}, indent=1) + "\n")
@@ -57,9 +57,7 @@ def _block(sizes: tuple[int, ...], group: TensorGroup, env: Env, clock: async_tp
     places = [
         place
         for float8 in (False, True)
-        for place in async_tp_times.block_places(
-            batch * length, dim, columns, [query // group.size, ffn // group.size], float8=float8
-        )
+        for place in block_places(batch * length, dim, columns, [query // group.size, ffn // group.size], float8=float8)
     ]
     times = async_tp_times.measure(
         places, group, batch=batch, dtype=torch.bfloat16, device=env.device, cache=None, clock=clock
@@ -77,7 +75,9 @@ def _block(sizes: tuple[int, ...], group: TensorGroup, env: Env, clock: async_tp
     return rows
 
 
-def _float8(place: CollectivePlace, group: TensorGroup, batch: int, env: Env) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _float8(
+    place: CollectivePlace, group: TensorGroup, batch: int, env: Env
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A gather in bfloat16 and a cast of the whole; a cast of the slice and a gather of its bytes; then products."""
     narrow, one = torch.float8_e4m3fn, torch.ones((), device=env.device)
     x_BSK = torch.randn(batch, place.tokens // batch // group.size, place.inner, device=env.device).bfloat16()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titanyaml.distributed import compat
-from titanyaml.distributed.compat_pipeline import Stage
+from titanyaml.distributed.compat_pipeline import PatchedStage
 
 
 class Product(torch.autograd.Function):
@@ -45,7 +45,7 @@ def test_the_graph_lives_until_the_backward_by_weight() -> None:
     """Though only Python's object of the uppermost node is left of it, which is empty by itself in torch 2.11."""
     blocks = nn.Sequential(Block(), Block())
     with compat.fake_process_group(2):
-        stage = Stage(blocks, stage_index=1, num_stages=2, device=torch.device("cpu"))
+        stage = PatchedStage(blocks, stage_index=1, num_stages=2, device=torch.device("cpu"))
     held: weakref.WeakSet[Saved] = weakref.WeakSet()
 
     def save(tensor: Tensor) -> Saved:

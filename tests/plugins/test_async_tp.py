@@ -19,6 +19,7 @@ from tests.plugins.parity import EVERYTHING, FULL, SELECTIVE, TP, VOCAB, WHOLE, 
 from tests.plugins.small import COMPILE, FSDP, Built, batch, build, context, loss, spec
 from tests.ranks import run_ranks
 from titanyaml.distributed import async_tp_times, compat, compat_compile, float8_reduce_scatter
+from titanyaml.distributed.collective_places import CollectivePlace, block_places
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.distributed.tensor import TensorGroup, scatter_sum
 from titanyaml.errors import PipelineError
@@ -145,7 +146,7 @@ AUTO = {**ASYNC, "operators": ["auto"]}
 SLOWER = "measured slower when fused"
 
 
-def clocked(monkeypatch, wins: Callable[[async_tp_times.CollectivePlace], bool]) -> list[async_tp_times.CollectivePlace]:
+def clocked(monkeypatch, wins: Callable[[CollectivePlace], bool]) -> list[CollectivePlace]:
     """A clock that says of each place, apart and fused, what ``wins`` wants; the places that it is asked about."""
     asked, calls = [], async_tp_times.calls
 
@@ -220,7 +221,7 @@ def timed_apart(rank: int, folder: str) -> list[tuple[str, float, float]]:
     group = TensorGroup.of(mesh["tp"])
     compat_async_tp = importlib.import_module("titanyaml.distributed.compat_async_tp")
     compat_async_tp.register_cpu_kernels()
-    places = async_tp_times.block_places(16, 12, [(8, 4)], [6])
+    places = block_places(16, 12, [(8, 4)], [6])
     for place in places:
         torch.manual_seed(0)
         apart, together = (
@@ -423,7 +424,7 @@ def trained(rank: int, case: Case, cache: str) -> dict[str, Any]:
         os.environ.update(environment)
     done = fusions() - before
     hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] - hits
-    return results | {"fused": dict(done.fused), "left": dict(done.left), "hits": hits}
+    return results | {"fused": dict(done.fused), "left": dict(done.unfused), "hits": hits}
 
 
 def test_losses_and_gradients_equal_one_process(tmp_path) -> None:
@@ -473,7 +474,7 @@ def test_a_sum_that_is_used_elsewhere_stays() -> None:
     first, second = graph.find_nodes(op="call_function", target=scatter)
     graph_matmuls.merge_summed_matmuls(second)
     assert len(graph.find_nodes(op="call_function", target=mm)) == 3, "a part of the second sum is the first"
-    assert graph_matmuls.scattered(first).target is torch.ops.aten.add.Tensor
+    assert graph_matmuls.scattered_tensor(first).target is torch.ops.aten.add.Tensor
 
 
 def test_off_and_refused(monkeypatch) -> None:

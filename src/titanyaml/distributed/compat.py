@@ -1,25 +1,58 @@
-"""The home of private torch API, so that a new torch release has one file to break.
+"""Private torch API, gathered here so that a new torch release can break one place.
 
-What compilation uses stands in ``compat_compile.py``, what pipelines run on in ``compat_pipeline.py``, what only async
-tensor parallelism uses in ``compat_async_tp.py``, which takes seconds to import.
-
-Checked with torch 2.11 to 2.13. A name that a release took away gets a public, slower way where there is one.
+``compat_compile.py`` and ``compat_inductor.py`` hold what compilation uses, ``compat_pipeline.py`` what pipelines run
+on, ``compat_async_tp.py`` what async tensor parallelism uses. They are apart because Dynamo and Inductor take seconds
+to import. A name that a release removed falls back to a public, slower way where one exists.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # re-exported
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+
+#: First and last release that this file was run with: 2.11 on GPUs, 2.13 on CPU ranks.
+TRIED_TORCH = ("2.11", "2.13")
+
+#: Operators by which compiled graphs and selective recomputation recognise collectives and float8 GEMMs.
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+SCALED_MM = torch.ops.aten._scaled_mm.default
+TO_COPY = torch.ops.aten._to_copy.default
+
+
+@functools.cache  # once a feature
+def warn_if_untried(feature: str, tried: tuple[str, ...] = TRIED_TORCH) -> None:
+    """Log a warning where ``feature`` changes torch's internals and this release lies outside those it was tried with.
+
+    Args:
+        feature: what the reader may see misbehave, in words. tried: releases as "major.minor", ascending.
+    """
+    as_numbers = [tuple(map(int, version.split(".")[:2])) for version in (tried[0], torch.__version__, tried[-1])]
+    if sorted(as_numbers) != as_numbers:
+        logging.getLogger("titanyaml").warning(
+            f"{feature} relies on internals of torch and was tried with {tried[0]} to {tried[-1]}, not with "
+            f"{torch.__version__}"
+        )
+
+
+# Process groups and meshes -------------------------------------------------------------------------------------------
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -28,22 +61,123 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Change the time-out of a live process group; torch has no public function for it."""
+    """Change the timeout of a live process group; torch has no public function for it."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def flat_mesh(mesh: DeviceMesh, *, outer: str | None, axes: list[str]) -> DeviceMesh:
-    """The product of some axes as one axis, behind ``outer`` if given."""
+    """``axes`` merged into one axis, preceded by the axis ``outer`` if given."""
     flat = mesh[tuple(axes)]._flatten("_".join(axes))
     if outer is None:
         return flat
-    if hasattr(DeviceMesh, "_concatenate"):
+    if hasattr(DeviceMesh, "_concatenate"):  # slicing a flattened axis by name warns where this exists
         return DeviceMesh._concatenate([mesh[outer], flat])
     return mesh[outer, "_".join(axes)]
 
 
+@contextmanager
+def fake_process_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
+    """Act as one of ``world_size`` ranks that do not exist: collectives return at once, without data."""
+    if world_size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - torch 2.11 registers the backend here
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        clear_mesh_caches()
+
+
+def clear_mesh_caches() -> None:
+    """Drop DTensor's caches of operator placements, which hold the meshes, and so the groups, of a job that is over.
+
+    Each gloo group that is kept alive has three threads, one of which wakes every 10 ms: hundreds of them took half of
+    the machine that ran the tests.
+    """
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+    for owner, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
+        getattr(owner, name, lambda: None)()
+    topology = getattr(_collective_utils, "MeshTopoInfo", None)
+    for cached in (getattr(_redistribute, "_gen_transform_infos", None), getattr(topology, "build_from_mesh", None)):
+        getattr(cached, "cache_clear", lambda: None)()
+
+
+def group_name(arguments: Sequence[Any]) -> str:
+    """Name of the process group among the arguments of a collective operator.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for argument in reversed(arguments):
+        if isinstance(argument, str):  # functional collectives take the name itself
+            return argument
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return torch._C._distributed_c10d.ProcessGroup.unbox(argument).group_name
+    raise ValueError("no process group among the arguments")
+
+
+# Functional collectives ----------------------------------------------------------------------------------------------
+# The public functions around these operators return before the result is there, and their names changed in 2.13.
+# As operators they stay visible in compiled graphs.
+
+
+def all_reduce(tensor: Tensor, operation: str, group_name: str) -> Tensor:
+    """A new tensor, reduced over a group; ``operation`` is "sum" or "max"."""
+    return wait(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, group_name))
+
+
+def all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
+    """Every rank's tensor (contiguous), concatenated along dimension 0 in rank order."""
+    return wait(start_all_gather(tensor, size, group_name))
+
+
+def start_all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
+    """Begin ``all_gather``; the result may be read after ``wait``."""
+    return torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, group_name)
+
+
+def reduce_scatter(tensor: Tensor, size: int, group_name: str) -> Tensor:
+    """This rank's slice along dimension 0 of the sum over a group."""
+    return wait(torch.ops._c10d_functional.reduce_scatter_tensor(tensor, "sum", size, group_name))
+
+
+def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
+    """The first ``sent[0]`` rows go to rank 0, and so on; ``received[r]`` rows come from rank r, in rank order."""
+    return wait(start_all_to_all(tensor.contiguous(), received, sent, group_name))
+
+
+def start_all_to_all(tensor: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
+    """Begin ``all_to_all``; the result may be read after ``wait``. Gradients do not flow through it."""
+    return torch.ops._c10d_functional.all_to_all_single(tensor, received, sent, group_name)
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """The result of a collective that a ``start_...`` function of this file began."""
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def produce_and_exchange(produce: Callable[[int, Tensor], None], output: Tensor, group_name: str) -> None:
+    """Fill ``output``, cut evenly along dimension 0, with the slices that the ranks produced for this one.
+
+    Each slice travels over symmetric memory while the next is produced.
+
+    Args:
+        produce: called with a rank and the tensor to write that rank's slice to.
+    """
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory._pipelined_produce_and_all2all(produce, output, cast(Any, group_name))
+
+
+# Operators -----------------------------------------------------------------------------------------------------------
+
+
 def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """``torch.linalg.vector_norm`` of each tensor, accumulated in ``dtype``; a few kernels in all on a GPU."""
+    """``torch.linalg.vector_norm`` of each tensor, accumulated in ``dtype``; a few kernels for all of them on a GPU."""
     if hasattr(torch, "_foreach_norm"):
         return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
     return [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors]
@@ -77,67 +211,15 @@ def scaled_mm(
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The product of two float8 matrices times their inverse scales: [M, 1] and [1, N], or both 0-dim."""
-    place = {} if out is None else {"out": out}
-    return torch._scaled_mm(
-        a, b, scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype, use_fast_accum=fast_accum, **place
-    )
-
-
-def produce_and_exchange(produce: Callable[[int, Tensor], None], output: Tensor, group_name: str) -> None:
-    """Fill ``output``, cut along its first dimension, with what each rank has produced for this one: while one piece
-    travels over symmetric memory the next is produced.
+    """GEMM of float8 a [M, K] and b [K, N], times their inverse scales, which are [M, 1] and [1, N] or both 0-dim.
 
     Args:
-        produce: of a rank and a tensor to write to.
+        fast_accum: add in the tensor core's short accumulator. dtype: of the result. out: written to where given.
     """
-    from torch.distributed import _symmetric_memory
-
-    _symmetric_memory._pipelined_produce_and_all2all(produce, output, group_name)
-
-
-def all_reduce(tensor: Tensor, operation: str, group_name: str) -> Tensor:
-    """A new tensor, reduced over a group; ``operation`` "sum" or "max". A functional operator: compilers see it.
-
-    The public functions around these operators return before the result is there, and their names changed in 2.13.
-    """
-    pending = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, group_name)
-    return torch.ops._c10d_functional.wait_tensor(pending)
-
-
-def all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
-    """Every rank's tensor (contiguous), one after the other along dimension 0; functional."""
-    return wait(start_all_gather(tensor, size, group_name))
-
-
-def start_all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
-    """``all_gather`` that is still on its way: other work may go on until ``wait``."""
-    return torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, group_name)
-
-
-def start_exchange(tensor: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
-    """All-to-all along dimension 0 that is still on its way.
-
-    Args:
-        received, sent: rows from and to each rank, in rank order. Gradients do not flow through it.
-    """
-    return torch.ops._c10d_functional.all_to_all_single(tensor, received, sent, group_name)
-
-
-def wait(tensor: Tensor) -> Tensor:
-    """What a ``start_...`` of this file promised."""
-    return torch.ops._c10d_functional.wait_tensor(tensor)
-
-
-def reduce_scatter(tensor: Tensor, size: int, group_name: str) -> Tensor:
-    """This rank's slice along dimension 0 of the sum over a group; functional."""
-    pending = torch.ops._c10d_functional.reduce_scatter_tensor(tensor, "sum", size, group_name)
-    return torch.ops._c10d_functional.wait_tensor(pending)
-
-
-def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
-    """The first ``sent[0]`` rows to rank 0, and so on; ``received[r]`` rows from rank r, in the order of ranks."""
-    return wait(start_exchange(tensor.contiguous(), received, sent, group_name))
+    options: dict[str, Any] = {"out_dtype": dtype, "use_fast_accum": fast_accum}
+    if out is not None:
+        options["out"] = out
+    return torch._scaled_mm(a, b, scale_a=inverse_a, scale_b=inverse_b, **options)
 
 
 def grouped_mm(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
@@ -146,26 +228,41 @@ def grouped_mm(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     return grouped(x_MI, weight_EIO, offs=ends_E)
 
 
-def record_memory_history(max_entries: int | None) -> None:
-    """Start to record CUDA allocations and frees, the newest ``max_entries`` of them; None: stop and forget."""
-    if max_entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kernel: str) -> tuple[Tensor, Tensor]:
+    """Output [B, N, S, H] and log-sum-exp [B, N, S] (float32) of the fused attention kernel "cudnn" or "flash".
+
+    The public function hides the log-sum-exp, without which partial attentions cannot be merged.
+    """
+    if kernel == "cudnn":
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+        return out, lse.reshape(q.shape[:3])  # some releases append a dimension of 1
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+    return out, lse
 
 
-def dump_memory_snapshot(path: Path) -> None:
-    """Write what was recorded, for pytorch.org/memory_viz."""
-    torch.cuda.memory._dump_snapshot(str(path))
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, kernel: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by the backward of ``attention_forward``'s kernel."""
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
+    lengths = q.shape[2], k.shape[2]
+    if kernel == "cudnn":
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, *lengths, 0.0, causal
+        )
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed
+    )
 
 
-def local_shard_object(tensor: Tensor) -> Tensor:
-    """The tensor object in which a DTensor keeps this rank's shard; ``to_local`` of a parameter gives a view (2.13)."""
-    return tensor._local_tensor
+# Tensor subclasses and fake tensors ----------------------------------------------------------------------------------
+
+#: ``__torch_function__`` of a subclass that only wants ``__torch_dispatch__``: operators, not Python functions.
+no_torch_function = torch._C._disabled_torch_function_impl
 
 
-def wrapper(kind: type[Tensor], like: Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """A tensor of a subclass ``kind`` that has no memory of its own, and looks like ``like``; dtype: None: its."""
+def make_wrapper_tensor(kind: type[Tensor], like: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """A tensor of the subclass ``kind`` without memory of its own, with the metadata of ``like``; dtype None: its."""
     return Tensor._make_wrapper_subclass(
         kind,
         like.size(),
@@ -178,66 +275,23 @@ def wrapper(kind: type[Tensor], like: Tensor, *, dtype: torch.dtype | None = Non
     )
 
 
-#: ``__torch_function__`` of a subclass that is told of operators alone (``__torch_dispatch__``).
-no_torch_function = torch._C._disabled_torch_function_impl
+def local_shard_object(tensor: DTensor) -> Tensor:
+    """The very object in which a DTensor keeps its shard; ``to_local`` of a parameter makes a view (torch 2.13)."""
+    return tensor._local_tensor
 
 
-def ignore_profiler_ops_in_recomputation() -> None:
-    """Let selective recomputation go around FSDP modules inside a block (torch 2.13).
-
-    FSDP marks what it does for profilers, by operators of which a backward pass makes others than a forward; selective
-    recomputation counts operators, and refuses one that it has not seen as often before.
-    """
-    from torch.utils import checkpoint
-
-    marks = torch.ops.profiler
-    ignored = getattr(checkpoint, "SAC_IGNORED_OPS", None)
-    if ignored is not None:
-        ignored |= {marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction}
+def write_count(tensor: Tensor) -> int:
+    """How often the tensor was written in place, as autograd counts it."""
+    return tensor._version
 
 
-@contextmanager
-def fake_process_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
-    """Stand as one of ``world_size`` ranks that do not exist: collectives return at once, without data."""
-    if world_size == 1:
-        yield
-        return
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - torch 2.11 registers the backend here
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        clear_mesh_caches()
-
-
-def clear_mesh_caches() -> None:
-    """DTensors remember how results of operators are placed, with the mesh that was first seen: of groups now gone.
-
-    What is remembered keeps groups alive, and each gloo group has three threads, one of which wakes every 10 ms.
-    """
-    from torch.distributed.tensor import _collective_utils, _redistribute, debug
-
-    for owner, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
-        getattr(owner, name, lambda: None)()
-    topology = getattr(_collective_utils, "MeshTopoInfo", None)
-    for cached in (getattr(_redistribute, "_gen_transform_infos", None), getattr(topology, "build_from_mesh", None)):
-        getattr(cached, "cache_clear", lambda: None)()
-
-
-def group_name(arguments: Sequence[Any]) -> str:
-    """Name of the process group among the arguments of a collective operator: functional ones are given the name."""
-    for one in reversed(arguments):
-        if isinstance(one, str):
-            return one
-        if isinstance(one, torch.ScriptObject) and "ProcessGroup" in str(one._type()):
-            return torch._C._distributed_c10d.ProcessGroup.unbox(one).group_name
-    raise ValueError("no process group among the arguments")
+def writes_its_input(operator: Any) -> bool:
+    """Whether an operator overload changes one of its arguments."""
+    return operator._schema.is_mutable
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Tensors made inside have shapes, dtypes and devices, and no values; real ones may join them."""
+    """Tensors made inside have shapes, dtypes and devices, but no values; real ones may be mixed with them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -250,45 +304,55 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kernel: str) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp [B, N, S] (float32) of a fused attention kernel: "cudnn" or "flash".
+# Recomputation, memory recording, schedules --------------------------------------------------------------------------
 
-    The public function hides the log-sum-exp, without which parts of an attention cannot be put together.
+
+def ignore_profiler_ops_in_recomputation() -> None:
+    """Let selective recomputation wrap blocks that contain FSDP modules (torch 2.13).
+
+    FSDP marks its work for profilers by operators, and its backward makes other marks than its forward. Selective
+    recomputation counts operators and refuses one that it has not seen as often before.
     """
-    if kernel == "cudnn":
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
-        return out, lse.reshape(q.shape[:3])  # a trailing dimension of 1 in some releases
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
-    return out, lse
+    from torch.utils import checkpoint
+
+    ignored_ops = getattr(checkpoint, "SAC_IGNORED_OPS", None)
+    if ignored_ops is not None:  # 2.11 has no such set
+        warn_if_untried("selective recomputation of blocks with FSDP modules")
+        marks = torch.ops.profiler
+        # monkeypatch: torch.utils.checkpoint.SAC_IGNORED_OPS, extended in place. May go when torch's own set holds the
+        # operators of torch.profiler.record_function.
+        ignored_ops |= {marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction}
 
 
-def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, kernel: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by the backward of ``attention_forward``'s kernel."""
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
-    if kernel == "cudnn":
-        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
-        )
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed
-    )
+def record_memory_history(max_entries: int | None) -> None:
+    """Record the newest ``max_entries`` CUDA allocations and frees from now on; None stops and forgets."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write the recorded history, for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def schedule_rows(name: str, *, owners: Sequence[int], microbatches: int) -> list[list[str]]:
-    """The computations of torch's pipeline schedule ``name``, as the cells of its CSV file: a row a rank.
+    """The computations of torch's pipeline schedule ``name`` as the cells of its CSV file, one row for each rank.
 
     Args:
         owners: the rank of each stage.
     """
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-    # a schedule is a pure function of these numbers; stages with a model and a process group are not needed for it
+    # A schedule is a pure function of these numbers: stand-ins for stages spare a model and a process group.
     numbers = {"num_stages": len(owners), "group_size": max(owners) + 1, "group_rank": 0, "submod": None}
-    stages = [SimpleNamespace(stage_index=stage, **numbers) for stage, owner in enumerate(owners) if owner == 0]
-    kind = get_schedule_class(name)
-    schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, microbatches, loss_fn=abs)
+    stages: list[Any] = [
+        SimpleNamespace(stage_index=stage, **numbers) for stage, owner in enumerate(owners) if owner == 0
+    ]
+    schedule_class: Any = get_schedule_class(name)
+    is_single = issubclass(schedule_class, PipelineScheduleSingle)
+    schedule = schedule_class(stages[0] if is_single else stages, microbatches, loss_fn=abs)
     order = schedule.pipeline_order if hasattr(schedule, "pipeline_order") else schedule._get_pipeline_order()
     return [
         ["" if action is None else str(action) for action in order[rank] if not str(action).endswith("REDUCE_GRAD")]

@@ -1,16 +1,15 @@
-"""Rearrange the matrix products of an FX graph so that one product stands next to one collective.
+"""Rewrite the matmuls of an FX graph so that one matmul stands next to one collective.
 
-Async tensor parallelism overlaps *one* product with the gather before it or the scatter behind it. A block's graph has
-two places where that is not what stands there, and each is the same value written differently:
+Async tensor parallelism overlaps *one* matmul with the gather before it or the scatter behind it. A block's graph has
+two places where something else stands there. Each is the same value, written differently:
 
-- backward, q/k/v and gate/up: ``scatter(reshape(a1 @ b1) + reshape(a2 @ b2) + ...)`` is
-  ``scatter(reshape(cat(a1, a2, ...) @ cat(b1, b2, ...)))``: the sum is formed inside one product, in its accumulator
-  (float32 for bfloat16) instead of in the activations' dtype. The lefts are written side by side where they are made;
-  the rights, weights, are copied once.
-- forward, with biases: ``addmm(bias, gathered, b)`` is ``gathered @ b + bias``.
+- backward, q/k/v and gate/up: ``scatter(reshape(a1 @ b1) + reshape(a2 @ b2) + ...)`` becomes
+  ``scatter(reshape(cat(a1, a2, ...) @ cat(b1, b2, ...)))``. The sum is then formed inside one matmul, in its
+  accumulator (float32 for bfloat16) instead of in the activations' dtype. The price is one copy of the weights b.
+- forward, with biases: ``addmm(bias, gathered, b)`` becomes ``gathered @ b + bias``.
 
-Graphs are those that Inductor gets after differentiation: aten operators, functional collectives, the meta value of a
-node a fake tensor. Shapes: T tokens (B * S), K and N features of a product's left and right.
+Graphs are those that Inductor gets after differentiation: aten operators and functional collectives; ``meta["val"]``
+of a node is a fake tensor. Shapes: T tokens (B * S), K and N features of a matmul's left and right side.
 """
 
 from __future__ import annotations
@@ -23,9 +22,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
-from titanyaml.distributed import float8_reduce_scatter  # noqa: F401 - registers the operator
+from titanyaml.distributed import compat
+from titanyaml.distributed import float8_reduce_scatter as float8_reduce_scatter  # registers the operator
+from titanyaml.distributed.collective_places import CollectivePlace
 
 aten = torch.ops.aten
+_MATMULS = (aten.mm.default, compat.SCALED_MM)
+_RESHAPES = (aten.reshape.default, aten.view.default)
+_CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor)
 
 
 def value(node: Node) -> Tensor:
@@ -33,89 +37,85 @@ def value(node: Node) -> Tensor:
     return node.meta["val"]
 
 
-def scattered(reduce_scatter: Node) -> Node | None:
-    """The tensor that a reduce-scatter divides: its input, or what was cut and stacked to be its input.
+def _arg(node: Node, index: int) -> Any:
+    """A positional argument. torch types it as a union of all that a graph may hold; here the operator tells."""
+    return node.args[index]
 
-    The collective works along dimension 0; slices along another dimension are stacked first. None where the stack
-    holds pieces of several tensors.
+
+def scattered_tensor(reduce_scatter: Node) -> Node | None:
+    """The tensor that a reduce-scatter divides among ranks; None if its input joins pieces of several tensors.
+
+    The collective works along dimension 0. Slices along another dimension are cut and concatenated for it first.
     """
-    stacked = reduce_scatter.args[0]
-    if stacked.target is not aten.cat.default:
-        return stacked
-    cuts = (piece.args[0] if piece.target is operator.getitem else piece for piece in stacked.args[0])
-    sources = {cut.args[0] for cut in cuts if cut.target in _CUTS}
+    source: Node = _arg(reduce_scatter, 0)
+    if source.target is not aten.cat.default:
+        return source
+    cuts = (_arg(piece, 0) if piece.target is operator.getitem else piece for piece in _arg(source, 0))
+    sources = {_arg(cut, 0) for cut in cuts if cut.target in _CUTS}
     return sources.pop() if len(sources) == 1 else None
 
 
 def is_matmul(node: Node | None) -> bool:
-    """Whether a node is ``reshape(a @ b)`` back to the leading dimensions of a reshaped ``a``, or ``a @ b`` itself."""
-    return node is not None and (
-        node.target in _PRODUCTS or (node.target is aten.reshape.default and node.args[0].target in _PRODUCTS)
-    )
+    """Whether a node is ``a @ b``, or ``reshape(a @ b)`` back to the leading dimensions of a reshaped ``a``."""
+    if node is not None and node.target is aten.reshape.default:
+        node = _arg(node, 0)
+    return node is not None and node.target in _MATMULS
 
 
-#: Tokens, inner features, ascending widths of products, and whether they are in float8; none of a gather's such.
-Sizes = tuple[int, int, tuple[int, ...], bool]
-
-
-def matmuls_after_gather(gathered: Node) -> Sizes | None:
-    """Of the products with a gathered tensor on their left; None where there are none."""
-    tensor = value(gathered)
-    flats = [user for user in gathered.users if user.target is aten.reshape.default]
-    products = [
-        mm
-        for left in (gathered, *flats)
-        for mm in left.users
-        if (mm.target in _PRODUCTS and mm.args[0] is left) or (mm.target is aten.addmm.default and mm.args[1] is left)
+def matmuls_after_gather(gathered: Node) -> CollectivePlace | None:
+    """The place of the matmuls with a gathered tensor on their left; None if there are none."""
+    shape = value(gathered).shape
+    flat_views = [user for user in gathered.users if user.target is aten.reshape.default]
+    matmuls = [
+        user
+        for left in (gathered, *flat_views)
+        for user in left.users
+        if (user.target in _MATMULS and _arg(user, 0) is left)
+        or (user.target is aten.addmm.default and _arg(user, 1) is left)
     ]
-    widths = tuple(sorted(value(mm).shape[-1] for mm in products if mm.target is not aten._scaled_mm.default))
-    return (math.prod(tensor.shape[:-1]), tensor.shape[-1], widths, False) if products else None
+    if not matmuls:
+        return None
+    # a float8 matmul needs a cast behind the gather, so it is no part of a place that was timed
+    widths = sorted(value(matmul).shape[-1] for matmul in matmuls if matmul.target is not compat.SCALED_MM)
+    return CollectivePlace("all_gather", math.prod(shape[:-1]), shape[-1], tuple(widths))
 
 
-def matmul_before_scatter(reduce_scatter: Node) -> Sizes | None:
-    """Of the product that is scattered, or of the one that a scattered sum would be formed as; None where there is
-    none."""
-    total = scattered(reduce_scatter)
+def matmul_before_scatter(reduce_scatter: Node) -> CollectivePlace | None:
+    """The place of the matmul that is scattered, or that a scattered sum would be formed as; None if there is none."""
+    total = scattered_tensor(reduce_scatter)
     if total is None:
         return None
-    is_float8, addends = bool(_float8_products(total)), [total] if is_matmul(total) else _addends(total)
-    if len(addends) > 1 and not (is_float8 or all(_is_private_product(one, total) for one in addends)):
+    is_float8 = bool(_float8_matmuls(total))
+    addends = [total] if is_matmul(total) else _addends(total)
+    if len(addends) > 1 and not (is_float8 or all(_is_private_matmul(addend, total) for addend in addends)):
         return None
-    products = [node.args[0] if node.target is aten.reshape.default else node for node in addends]
-    if any(node.target not in _PRODUCTS for node in products):
+    matmuls = [_arg(addend, 0) if addend.target is aten.reshape.default else addend for addend in addends]
+    if any(matmul.target not in _MATMULS for matmul in matmuls):
         return None
-    tokens, width = value(products[0]).shape
-    plain = all(node.target is aten.mm.default for node in products)
-    inner = sum(value(node.args[0]).shape[1] for node in products)
-    return tokens, inner, (width,) * (plain or is_float8), is_float8
+    tokens, width = value(matmuls[0]).shape
+    is_plain = all(matmul.target is aten.mm.default for matmul in matmuls)
+    inner = sum(value(_arg(matmul, 0)).shape[1] for matmul in matmuls)
+    return CollectivePlace("reduce_scatter", tokens, inner, (width,) if is_plain or is_float8 else (), is_float8)
 
 
 def fuse_float8_scatter(reduce_scatter: Node, group_name: str) -> bool:
-    """Put ``float8_matmul_exchange`` and a sum in the place of a scattered float8 product, or sum of such; whether it
-    is one."""
-    total = scattered(reduce_scatter)
-    products = _float8_products(total) if total is not None else []
-    waits = [user for user in reduce_scatter.users if user.target is _WAIT]
-    others = [user for user in reduce_scatter.users if user not in waits]  # a checkpoint keeps what was scattered
-    if not products or len(waits) != 1 or len(value(total).shape) != 3 or any(user.op != "output" for user in others):
+    """Replace a scattered float8 matmul, or sum of such, by ``float8_matmul_exchange`` and a sum; whether it was one.
+
+    The exchanged slices are summed in the graph, where Inductor joins that with the residual add and the norm behind.
+    """
+    total = scattered_tensor(reduce_scatter)
+    matmuls = _float8_matmuls(total) if total is not None else []
+    waits = [user for user in reduce_scatter.users if user.target is compat.WAIT]
+    # recomputation keeps what was scattered: such a node is an output of the forward graph
+    has_foreign_user = any(user not in waits and user.op != "output" for user in reduce_scatter.users)
+    if total is None or not matmuls or len(waits) != 1 or len(value(total).shape) != 3 or has_foreign_user:
         return False
-    graph, [wait] = total.graph, waits
-    lefts, rights, left_scales, right_scales = zip(*(mm.args[:4] for mm in products), strict=True)
+    graph, [wait], batch = total.graph, waits, value(total).shape[0]
+    operands = [list(operand) for operand in zip(*(matmul.args[:4] for matmul in matmuls), strict=True)]
     size = value(total).shape[1] // value(wait).shape[1]
     with graph.inserting_before(wait):
-        slices = _call(
-            graph,
-            torch.ops.titanyaml.float8_matmul_exchange,
-            list(lefts),
-            list(rights),
-            list(left_scales),
-            list(right_scales),
-            value(total).shape[0],
-            _fast(products[0]),
-            value(total).dtype,
-            size,
-            group_name,
-        )
+        options = (batch, _is_fast(matmuls[0]), value(total).dtype, size, group_name)
+        slices = _call(graph, torch.ops.titanyaml.float8_matmul_exchange, *operands, *options)
         fused = _call(graph, aten.sum, slices, [0])
     wait.replace_all_uses_with(fused)
     reduce_scatter.replace_all_uses_with(fused, delete_user_cb=lambda user: user is not wait)
@@ -125,39 +125,22 @@ def fuse_float8_scatter(reduce_scatter: Node, group_name: str) -> bool:
     return True
 
 
-def _float8_products(total: Node) -> list[Node]:
-    """The products that a tensor is the sum of, where these are all in float8, alike and for it alone; else none."""
-    addends = _addends(total)
-    products = [
-        node.args[0] for node in addends if node.target in _RESHAPES and (len(node.users) == 1 or node is total)
-    ]
-    if len(products) < len(addends) or any(
-        mm.target is not aten._scaled_mm.default or len(mm.users) != 1 for mm in products
-    ):
-        return []
-    plain = all(not mm.kwargs and mm.args[4:6] == (None, None) for mm in products)  # no bias, no scale of the result
-    alike = {(value(mm).dtype, _fast(mm)) for mm in products} == {(value(total).dtype, _fast(products[0]))}
-    return products if plain and alike else []
-
-
-def _fast(scaled_mm: Node) -> bool:
-    """Whether it adds in the short accumulator; a default at the end is not among a node's arguments."""
-    return len(scaled_mm.args) > 7 and bool(scaled_mm.args[7])
-
-
 def merge_summed_matmuls(reduce_scatter: Node) -> None:
-    """Form a scattered sum of products as one product; whatever is not such a sum stays as it is."""
-    total = scattered(reduce_scatter)
-    addends = _addends(total) if total is not None else []
-    if len(addends) < 2 or not all(_is_private_product(node, total) for node in addends):
+    """Form a scattered sum of matmuls as one matmul; any other input of the scatter stays as it is."""
+    total = scattered_tensor(reduce_scatter)
+    if total is None:
+        return
+    addends = _addends(total)
+    if len(addends) < 2 or not all(_is_private_matmul(addend, total) for addend in addends):
         return
     graph, lead = total.graph, list(value(total).shape[:-1])
-    products = [addend.args[0] for addend in addends]
+    matmuls: list[Node] = [_arg(addend, 0) for addend in addends]
     with graph.inserting_before(total):
-        lefts = [_call(graph, aten.reshape, mm.args[0], [*lead, value(mm.args[0]).shape[1]]) for mm in products]
+        # The lefts are joined in three dimensions, where Inductor writes each next to the others as it computes it.
+        lefts = [_call(graph, aten.reshape, mm.args[0], [*lead, value(_arg(mm, 0)).shape[1]]) for mm in matmuls]
         left = _call(graph, aten.cat, lefts, len(lead))
         flat_TK = _call(graph, aten.reshape, left, [math.prod(lead), value(left).shape[-1]])
-        right_KN = _call(graph, aten.cat, [mm.args[1] for mm in products], 0)
+        right_KN = _call(graph, aten.cat, [mm.args[1] for mm in matmuls], 0)
         product_TN = _call(graph, aten.mm, flat_TK, right_KN)
         result = _call(graph, aten.reshape, product_TN, list(value(total).shape))
     total.replace_all_uses_with(result)
@@ -165,7 +148,7 @@ def merge_summed_matmuls(reduce_scatter: Node) -> None:
 
 
 def split_bias_from_addmm(gathered: Node) -> None:
-    """Write ``addmm(bias, reshape(gathered), b)`` as a product, reshaped as ``gathered`` is, and an addition."""
+    """Write ``addmm(bias, reshape(gathered), b)`` as a matmul, reshaped as ``gathered`` is, and an addition."""
     for flat_TK in [user for user in gathered.users if user.target is aten.reshape.default]:
         for addmm in [user for user in flat_TK.users if user.target is aten.addmm.default]:
             bias, left, right_KN = addmm.args
@@ -174,52 +157,57 @@ def split_bias_from_addmm(gathered: Node) -> None:
             graph, lead = addmm.graph, value(gathered).shape[:-1]
             with graph.inserting_before(addmm):
                 product_TN = _call(graph, aten.mm, flat_TK, right_KN)
-                wide = _call(graph, aten.reshape, product_TN, [*lead, value(product_TN).shape[1]])
-                biased = _call(graph, aten.add, wide, bias)
+                unflattened = _call(graph, aten.reshape, product_TN, [*lead, value(product_TN).shape[1]])
+                biased = _call(graph, aten.add, unflattened, bias)
                 flat_TN = _call(graph, aten.reshape, biased, list(value(product_TN).shape))
             addmm.replace_all_uses_with(flat_TN)
             graph.erase_node(addmm)
 
 
-_PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
-_RESHAPES = (aten.reshape.default, aten.view.default)
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor)
-_OVERLOADS = {
-    aten.reshape: "default",
-    aten.cat: "default",
-    aten.mm: "default",
-    aten.add: "Tensor",
-    aten.sum: "dim_IntList",
-    torch.ops.titanyaml.float8_matmul_exchange: "default",
-}
+def _float8_matmuls(total: Node) -> list[Node]:
+    """The matmuls that ``total`` is the sum of, if all are float8, alike and used for it alone; else none."""
+    addends = _addends(total)
+    matmuls = [
+        _arg(node, 0) for node in addends if node.target in _RESHAPES and (len(node.users) == 1 or node is total)
+    ]
+    if len(matmuls) < len(addends) or any(mm.target is not compat.SCALED_MM or len(mm.users) != 1 for mm in matmuls):
+        return []
+    # arguments 4 and 5 are a bias and a scale of the result, which float8_matmul_exchange does not take
+    are_plain = all(not mm.kwargs and mm.args[4:6] == (None, None) for mm in matmuls)
+    styles = {(value(mm).dtype, _is_fast(mm)) for mm in matmuls}
+    return matmuls if are_plain and styles == {(value(total).dtype, _is_fast(matmuls[0]))} else []
+
+
+def _is_fast(scaled_mm: Node) -> bool:
+    """Whether it adds in the short accumulator; a graph leaves out a default at the end of the arguments."""
+    return len(scaled_mm.args) > 7 and bool(scaled_mm.args[7])
 
 
 def _addends(node: Node) -> list[Node]:
     """The leaves of a tree of additions; a partial sum that is used elsewhere too is a leaf."""
-    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(one, Node) for one in node.args):
+    operands: list[Any] = list(node.args)
+    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(x, Node) for x in operands):
         return [node]
-    return [leaf for one in node.args for leaf in (_addends(one) if len(one.users) == 1 else [one])]
+    return [leaf for x in operands for leaf in (_addends(x) if len(x.users) == 1 else [x])]
 
 
-def _is_private_product(node: Node, total: Node) -> bool:
+def _is_private_matmul(node: Node, total: Node) -> bool:
     """``reshape(mm(a, b))`` in the shape and dtype of ``total``, not used by anything else."""
     if node.target is not aten.reshape.default or len(node.users) != 1:
         return False
-    mm = node.args[0]
-    return (
-        mm.target is aten.mm.default
-        and len(mm.users) == 1
-        and value(node).shape == value(total).shape
-        and value(node).dtype == value(total).dtype
-    )
+    matmul = _arg(node, 0)
+    is_private = matmul.target is aten.mm.default and len(matmul.users) == 1
+    return is_private and (value(node).shape, value(node).dtype) == (value(total).shape, value(total).dtype)
+
+
+_OVERLOADS = {aten.add: "Tensor", aten.sum: "dim_IntList"}  # of the operators called here; "default" for others
 
 
 def _call(graph: Graph, packet: Any, *args: Any) -> Node:
-    """A new node with its meta value, which later passes read."""
-    target = getattr(packet, _OVERLOADS[packet])
+    """A new node with its fake tensor, which later passes read."""
+    target = getattr(packet, _OVERLOADS.get(packet, "default"))
     node = graph.call_function(target, args)
-    fake = map_arg(args, value)
-    with next(value(one) for one in node.all_input_nodes).fake_mode:
-        node.meta["val"] = target(*fake)
+    fakes: list[Any] = [value(used) for used in node.all_input_nodes]
+    with fakes[0].fake_mode:
+        node.meta["val"] = target(*map_arg(args, value))
     return node

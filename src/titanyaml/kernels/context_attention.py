@@ -236,7 +236,7 @@ def _share_gathered(state: _Backward, coming: Tensor, name: str, rank: int, size
             target = piece.view(2, q.shape[0], -1, heads, width)
             for one, grad in zip(target, grads[other], strict=True):
                 one.copy_(grad.transpose(1, 2))
-    return compat.start_exchange(buffer, received, sent, name)
+    return compat.start_all_to_all(buffer, received, sent, name)
 
 
 def _share_around(state: _Backward, coming: Tensor, name: str, rank: int, size: int) -> Tensor:
@@ -306,4 +306,4 @@ def _pass_on(kv: Tensor, name: str, rank: int, size: int) -> Tensor:
     """Send to the next rank and start to receive from the previous one."""
     sent, received = [0] * size, [0] * size
     sent[(rank + 1) % size], received[(rank - 1) % size] = kv.shape[0], kv.shape[0]
-    return compat.start_exchange(kv, received, sent, name)
+    return compat.start_all_to_all(kv, received, sent, name)

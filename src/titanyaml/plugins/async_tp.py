@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from titanyaml.distributed import async_tp_times
-from titanyaml.distributed.async_tp_times import Clock, CollectivePlace, Timed
+from titanyaml.distributed.async_tp_times import Clock, PlaceTimes
+from titanyaml.distributed.collective_places import CollectivePlace, block_places
 from titanyaml.distributed.tensor import TensorGroup, local
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.pipeline.protocol import Change, Context
@@ -99,7 +100,7 @@ class AsyncTensorParallel:
             list(ctx.facts.blocks),
         )
 
-    def _times(self, model: nn.Module, ctx: Context) -> dict[CollectivePlace, Timed] | None:
+    def _times(self, model: nn.Module, ctx: Context) -> dict[CollectivePlace, PlaceTimes] | None:
         """Times of each place of the blocks; None where they cannot be taken: no GPU, ranks that do not exist."""
         if not self.measures(ctx):
             return None
@@ -109,9 +110,7 @@ class AsyncTensorParallel:
             [
                 place
                 for float8 in (False, True)
-                for place in async_tp_times.block_places(
-                    tokens, ctx.facts.dim, *_features(model, ctx, float8=float8), float8=float8
-                )
+                for place in block_places(tokens, ctx.facts.dim, *_features(model, ctx, float8=float8), float8=float8)
             ],
             TensorGroup.of(ctx.mesh["tp"]),
             batch=ctx.local_batch,
@@ -136,9 +135,11 @@ class AsyncTensorParallel:
         counts = compat_async_tp.fusions() - self.earlier
         left = [
             f"{number} {OPERATORS[kind]}{'s' * (number > 1)} {side}: {reason}"
-            for (side, kind, reason), number in sorted(counts.left.items())
+            for (side, kind, reason), number in sorted(counts.unfused.items())
         ]
-        slower = self.auto and not counts.fused and any(reason == compat_async_tp.SLOWER for *_, reason in counts.left)
+        slower = (
+            self.auto and not counts.fused and any(reason == compat_async_tp.SLOWER for *_, reason in counts.unfused)
+        )
         if slower:
             ctx.log.warning(
                 "compile.async_tp is true and fuses NOTHING: every place was measured slower when fused; "
@@ -164,7 +165,7 @@ class AsyncTensorParallel:
             return []
         problems = []
         for operator in absent:
-            causes = [line for line, (_, kind, _) in zip(left, sorted(counts.left), strict=True) if kind == operator]
+            causes = [line for line, (_, kind, _) in zip(left, sorted(counts.unfused), strict=True) if kind == operator]
             causes = causes or ["no compiled graph holds one; compile.backend=inductor is the one backend that fuses"]
             others = [] if self.auto else [one for one in self.operators if one != operator]
             ways = [f"compile.async_tp_ops=[{','.join(others)}]"] * bool(others) + ["compile.async_tp=false"]
@@ -194,7 +195,7 @@ def _features(model: nn.Module, ctx: Context, *, float8: bool) -> tuple[set[tupl
     return columns, rows
 
 
-def _told(times: dict[CollectivePlace, Timed]) -> list[str]:
+def _told(times: dict[CollectivePlace, PlaceTimes]) -> list[str]:
     """What was measured and decided, a place each."""
     return [
         f"{place} {time.apart:.3f} ms, fused {time.fused:.3f}: {'fused' if time.wins else 'left'}"
