@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from tests.compositions import composed
 from titanyaml import machine
 from titanyaml.config.hydra import store
 
@@ -38,9 +39,11 @@ def restore_hydra_singletons() -> Iterator[None]:
 def compose() -> Callable[..., DictConfig]:
     """``compose("model=llama3_8b", "optim.lr=1e-3")``: the composed tree as Hydra gives it, unchecked."""
 
-    def composed(*overrides: str, return_hydra_config: bool = False) -> DictConfig:
+    def compose_tree(*overrides: str, return_hydra_config: bool = False) -> DictConfig:
+        if not return_hydra_config:
+            return composed(*overrides)
         store.register()
         with initialize_config_module("titanyaml.conf", version_base="1.3"):
-            return hydra_compose("config", list(overrides), return_hydra_config=return_hydra_config)
+            return hydra_compose("config", list(overrides), return_hydra_config=True)
 
-    return composed
+    return compose_tree
