@@ -7,15 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import memory_trace
+from tests.planner import eager_peak
 from tests.ranks import run_ranks
 from titanyaml import optim
-from titanyaml.config import products
+from titanyaml.config import kept_matmuls
 from titanyaml.config.schema import Config
 from titanyaml.distributed import compat_compile
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.tensor import local
-from titanyaml.planner.model import eager_peak, from_config, in_flight, memory, operators
-from titanyaml.runner import memory_trace, setup
+from titanyaml.planner.model import from_config, in_flight, memory, operators
+from titanyaml.runner import setup
 
 SMALL = [
     "kernels=torch",
@@ -120,7 +122,7 @@ def test_a_pipeline_peaks_at_one_of_its_moments(configure, typed: str, rank: int
 def test_a_share_of_the_products_takes_what_is_planned(configure, model: list[str], mesh: str, share: float) -> None:
     config = configure(*model, f"parallel={mesh}", "ac=selective_op", f"ac.keep_products={share}")
     job = from_config.job(config)
-    levels = products.kept(share, blocks=job.shape.num_layers)
+    levels = kept_matmuls.block_levels(share, blocks=job.shape.num_layers)
     real = memory_trace.measured(config)
     saved = [eager_peak.kept(job, block, keeps=keeps) for block, keeps in zip(job.shape.blocks, levels, strict=True)]
     assert real.saved == pytest.approx(saved, rel=0.02)
@@ -147,7 +149,7 @@ def test_a_compiled_block_keeps_what_is_planned(configure, model: list[str], typ
     [block] = job.shape.blocks
     # cosines and sines of a cp rank's positions are picked in the forward, and belong to all blocks
     tables = 4 * config.train.seq_len // job.mesh.cp * job.shape.head_dim * (job.mesh.cp > 1)
-    [keeps] = products.kept(job.ac_keep, blocks=1)
+    [keeps] = kept_matmuls.block_levels(job.ac_keep, blocks=1)
     measured = memory_trace.compiled_block(config) - tables
     assert measured == pytest.approx(eager_peak.kept(job, block, keeps=keeps), rel=0.02)
 

@@ -28,7 +28,7 @@ from tests.plugins.quantized import (
 )
 from tests.plugins.small import AC, COMPILE, batch, build, context, loss
 from titanyaml import float8
-from titanyaml.config import layers, schema
+from titanyaml.config import decoder_layers, schema
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.kernels.kernel_choice import KernelChoice
@@ -186,12 +186,12 @@ def test_the_rules_know_the_names_and_shapes_of_layers(compose: Any, option: str
     with torch.device("meta"):
         model = decoder.build(model_spec)
     found = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, Linear)}
-    assert {name: (n, k) for name, n, k, _ in layers.linear_layers(model_spec)} == found
-    assert layers.module_names(model_spec) == {name for name, _ in model.named_modules()} - {""}
+    assert {name: (n, k) for name, n, k, _ in decoder_layers.linear_layers(model_spec)} == found
+    assert decoder_layers.module_names(model_spec) == {name for name, _ in model.named_modules()} - {""}
     ctx = context(model_spec, dims=ParallelDims(tp=2), facts=model.facts)
     assert all(
         layer.on_each(2) == local_shape(layer.name, model.get_submodule(layer.name), ctx)
-        for layer in layers.linear_layers(model_spec)
+        for layer in decoder_layers.linear_layers(model_spec)
     )
 
 

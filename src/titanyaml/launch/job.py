@@ -1,19 +1,18 @@
-"""One job from a composed tree to a claimed run directory that says what will run, and its record afterwards."""
+"""One job: from a typed configuration to a claimed run directory that says what will run, and its record afterwards."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig
 
 from titanyaml import machine
 from titanyaml.config import degrees, dump
-from titanyaml.config.ranks import world_size as count_ranks
 from titanyaml.config.schema import Config
+from titanyaml.config.world import count_ranks
 from titanyaml.errors import TitanError
 from titanyaml.launch import failure, local, resume
 from titanyaml.launch.failure import Failure
@@ -22,88 +21,98 @@ from titanyaml.rundir import RunDir, atomic_write, utc_now
 
 
 @dataclass(frozen=True)
-class Typed:
+class UserChoices:
     """What the user chose.
 
     Args:
-        overrides: of the command line. choices: group to option. sweep: whether this is one job of a sweep.
+        overrides: of the command line. options: group to option. is_sweep: whether this is one job of a sweep.
     """
 
     overrides: list[str]
-    choices: dict[str, str]
-    sweep: bool = False
+    options: dict[str, str]
+    is_sweep: bool = False
 
 
 @dataclass(frozen=True)
-class Job:
-    """A configuration in its run directory, claimed.
+class RequestedRun:
+    """A run as the command line composed it: nothing is claimed or written yet.
 
     Args:
-        config: resolved. run: its folder. run_id: its identity. text: of config.yaml.
-        finished: it was done before; nothing is to be run.
+        config: resolved. text: of config.yaml. folder: where to run.
+    """
+
+    config: Config
+    text: str
+    folder: Path
+    choices: UserChoices
+
+
+@dataclass(frozen=True)
+class ClaimedRun:
+    """A configuration in its run directory, which this process owns.
+
+    Args:
+        config: resolved, with the run's identity and folder. text: of config.yaml.
+        is_finished: an earlier run has done it all; nothing is to be run, and the claim is given back.
     """
 
     config: Config
     run: RunDir
-    run_id: str
     text: str
-    finished: bool = False
+    is_finished: bool = False
 
 
-def global_batch(config: Config, ranks: int | None) -> int:
-    """Sequences per optimizer step on ``ranks`` ranks.
-
-    Raises:
-        ConfigError: no mesh of this many ranks satisfies ``parallel``.
-    """
-    return degrees.global_batch(config, degrees.resolve_degrees(config.parallel, world_size=ranks))
-
-
-def open_job(cfg: DictConfig, folder: Path, *, ranks: int, typed: Typed) -> Job:
-    """Claim ``folder`` for ``cfg`` and write config.yaml, overrides.yaml, environment.json and status.json there.
+def claim(request: RequestedRun, *, ranks: int | None) -> ClaimedRun:
+    """Claim the folder and write config.yaml, overrides.yaml, environment.json and status.json there.
 
     The claim is given back when anything goes wrong, and when the run turns out to be finished.
 
     Raises:
-        ConfigError: the folder holds a run that this configuration cannot go on with.
-        LaunchError: somebody else is at work there.
+        ConfigError: no mesh of this many ranks satisfies ``parallel``, or the folder holds a run that this
+            configuration cannot go on with.
+        LaunchError: another process works there.
     """
-    run = RunDir(folder)
-    config, text = dump.to_dataclass(cfg), dump.to_yaml(cfg)
-    batch = global_batch(config, ranks)
-    resume.refuse_what_the_checkpoint_brings(config, typed.overrides)
+    run, config = RunDir(request.folder), request.config
+    global_batch = degrees.global_batch(config, degrees.resolve_degrees(config.parallel, world_size=ranks))
+    resume.refuse_checkpoint_keys(config, request.choices.overrides)
     run.claim()
     try:
-        changes = resume.accept(cfg, config, run, global_batch=batch)
+        changes = resume.check_changes(config, request.text, run, global_batch=global_batch)
         # jobs of a sweep share Hydra's clock, so the folder tells them apart; each keeps its first identity
-        new_id = f"{config.run.id}-{run.path.name}" if typed.sweep else config.run.id
-        config.run.id = run.status().get("run_id", new_id)
-        config.run.dir = str(run.path)
+        new_id = f"{config.run.id}-{run.path.name}" if request.choices.is_sweep else config.run.id
+        identity = replace(config.run, id=run.status().get("run_id", new_id), dir=str(run.path))
+        config = replace(config, run=identity)
         if resume.is_finished(run, changes, steps=config.train.steps):
             run.release()
-            return Job(config, run, config.run.id, text, finished=True)
+            return ClaimedRun(config, run, request.text, is_finished=True)
         if changes:
-            lines = [f"{key}: {was!r} -> {now!r}" for key, (was, now) in changes.items()]
+            lines = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items()]
             run.event("resumed_with_changes", "; ".join(lines))
-        _write_records(run, config, text, typed=typed, ranks=ranks, batch=batch)
+        atomic_write(run.path / "config.yaml", request.text)
+        _write_choices(run, request.choices)
+        atomic_write(run.path / "environment.json", json.dumps(machine.describe(), indent=2) + "\n")
+        _write_started(run, config, ranks=ranks, global_batch=global_batch)
     except BaseException:
         run.release()
         raise
-    return Job(config, run, config.run.id, text)
+    return ClaimedRun(config, run, request.text)
 
 
-def _write_records(run: RunDir, config: Config, text: str, *, typed: Typed, ranks: int, batch: int) -> None:
-    atomic_write(run.path / "config.yaml", text)
-    write_typed(run, typed)
-    atomic_write(run.path / "environment.json", json.dumps(machine.describe(), indent=2) + "\n")
+def _write_choices(run: RunDir, choices: UserChoices) -> None:
+    text = yaml.safe_dump({"overrides": choices.overrides, "choices": choices.options}, sort_keys=False)
+    atomic_write(run.path / "overrides.yaml", text)
+
+
+def _write_started(run: RunDir, config: Config, *, ranks: int | None, global_batch: int) -> None:
     run.write_status(
         state="running",
         run_id=config.run.id,
         runner=config.runner.name,
-        config_hash=dump.dataclass_hash(config),
+        config_hash=dump.config_hash(config),
         world_size=ranks,
-        global_batch=batch,
+        global_batch=global_batch,
         generation=run.generation,
+        # of an earlier attempt
         reason=None,
         error=None,
         exit_code=None,
@@ -111,33 +120,29 @@ def _write_records(run: RunDir, config: Config, text: str, *, typed: Typed, rank
     )
 
 
-def write_typed(run: RunDir, typed: Typed) -> None:
-    """Write overrides.yaml."""
-    chosen = {"overrides": typed.overrides, "choices": typed.choices}
-    atomic_write(run.path / "overrides.yaml", yaml.safe_dump(chosen, sort_keys=False))
-
-
-def run_local(cfg: DictConfig, folder: Path, typed: Typed) -> tuple[Job, Outcome | None]:
-    """Run ``cfg`` on ranks of this machine; no outcome where the run was finished before.
+def run_local(request: RequestedRun) -> tuple[ClaimedRun, Outcome | None]:
+    """Run on ranks of this machine; no outcome if the run was finished before.
 
     Raises:
         ConfigError, LaunchError: the job was not started.
     """
-    ranks = count_ranks(dump.to_dataclass(cfg))
+    ranks = count_ranks(request.config)
+    assert ranks is not None, "only torchrun's ranks cannot be counted before they start"
     local.check_devices(ranks)
-    job = open_job(cfg, folder, ranks=ranks, typed=typed)
-    if job.finished:
-        return job, None
+    claimed = claim(request, ranks=ranks)
+    if claimed.is_finished:
+        return claimed, None
+    config, run = claimed.config, claimed.run
     try:
-        outcome = local.launch(job.run, run_id=job.run_id, nproc=ranks, launch=job.config.launch)
-        _record(job.run, outcome)
+        outcome = local.launch(run, run_id=config.run.id, nproc=ranks, launch=config.launch)
+        _record(run, outcome)
     finally:
-        job.run.release()
-    return job, outcome
+        run.release()
+    return claimed, outcome
 
 
 def _record(run: RunDir, outcome: Outcome) -> None:
-    """Write what rank 0 could not: done and preempted are its own word."""
+    """Write what rank 0 could not: it records the states done and preempted itself."""
     if outcome.failure is not None:
         record_failure(run, outcome.failure)
     elif outcome.state == "stopped":
@@ -145,7 +150,7 @@ def _record(run: RunDir, outcome: Outcome) -> None:
         run.write_status(state="stopped", exit_code=outcome.exit_code, reason=reason)
 
 
-def record_refusal(folder: Path, error: TitanError, typed: Typed) -> None:
+def record_refusal(folder: Path, error: TitanError, choices: UserChoices) -> None:
     """Record a job of a sweep that could not be started. A run that was done there before stays done."""
     run = RunDir(folder)
     run.claim()
@@ -153,7 +158,7 @@ def record_refusal(folder: Path, error: TitanError, typed: Typed) -> None:
         if run.status().get("state") == "done":
             run.event("refused", str(error))
             return
-        write_typed(run, typed)
+        _write_choices(run, choices)
         run.write_status(started=run.status().get("started", utc_now()))
         record_failure(run, failure.of_exception(error, rank=0))
     finally:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import titanyaml.kernels.context_attention  # noqa: F401 - registers its operator
-from titanyaml.config import products
+from titanyaml.config import kept_matmuls
 from titanyaml.distributed import compat, compat_compile
 from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
@@ -66,9 +66,9 @@ MATMULS = _operators(
 #: Transfers whose result is no larger than what a product in front of them made: a scattered sum, an exchange of heads.
 TRANSFERS = _operators(torch.ops._c10d_functional, "reduce_scatter_tensor", "all_to_all_single")
 _KEPT = {
-    products.NONE: "no matrix product",
-    products.HALF: "every second matrix product",
-    products.ALL: "every matrix product",
+    kept_matmuls.NONE: "no matrix product",
+    kept_matmuls.HALF: "every second matrix product",
+    kept_matmuls.ALL: "every matrix product",
 }
 
 
@@ -142,7 +142,7 @@ class ActivationCheckpointing:
             return model, Change(summary, list(ctx.facts.blocks))
         period = self.every if self.mode == "selective_layer" else 1
         chosen = ctx.facts.blocks[::period]
-        levels = products.kept(self.keep_products, blocks=len(chosen))
+        levels = kept_matmuls.block_levels(self.keep_products, blocks=len(chosen))
         groups = _groups(ctx)
         selective = self.mode == "selective_op"
         if selective:
@@ -151,7 +151,7 @@ class ActivationCheckpointing:
         shared = functools.cache(lambda *how: functools.partial(selective_contexts, groups, *how))
         for name, keeps in zip(chosen, levels, strict=True):
             block = model.get_submodule(name)
-            contexts = shared(keeps, _idle(block) if keeps == products.ALL else 0) if selective else None
+            contexts = shared(keeps, _idle(block) if keeps == kept_matmuls.ALL else 0) if selective else None
             block.forward = self.wrapped[name] = Checkpointed(block.forward, contexts)
         kept = "block inputs"
         if selective:
@@ -260,12 +260,12 @@ def _told(levels: list[int]) -> str:
     return " or ".join(f"{_KEPT[level]} (in {counts[level]})" for level in sorted(counts))
 
 
-def selective_contexts(groups: frozenset[str] = frozenset(), keeps: int = products.HALF, idle: int = 0) -> Any:
+def selective_contexts(groups: frozenset[str] = frozenset(), keeps: int = kept_matmuls.HALF, idle: int = 0) -> Any:
     """The pair of contexts for one forward of one block under ``selective_op``; the count starts anew each time.
 
     Args:
         groups: process groups of which the received tensors are kept (``TRANSFERS``).
-        keeps: of matrix products: ``products.NONE``, ``HALF`` or ``ALL``. idle: the one (from 1) that is not kept then.
+        keeps: of matrix products: ``kept_matmuls.NONE``, ``HALF`` or ``ALL``. idle: the one (from 1) that is not kept then.
     """
     counts = {False: 0, True: 0}  # counted apart: torch before 2.13 asks again while it recomputes
 
@@ -275,7 +275,7 @@ def selective_contexts(groups: frozenset[str] = frozenset(), keeps: int = produc
         if operator in MATMULS:
             counts[ctx.is_recompute] += 1
             number = counts[ctx.is_recompute]
-            if (keeps == products.ALL and number != idle) or (keeps == products.HALF and number % 2 == 0):
+            if (keeps == kept_matmuls.ALL and number != idle) or (keeps == kept_matmuls.HALF and number % 2 == 0):
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

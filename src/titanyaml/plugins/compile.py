@@ -237,7 +237,7 @@ def _explain(kind: type[nn.Module], error: Exception) -> NoReturn:
     name = f"{kind.__name__}.forward"
     if isinstance(error, compat_compile.GraphBreak):
         raise PipelineError(
-            f"{name} is to be one graph, which breaks at {error.where}: {error.reason}",
+            f"{name} is to be one graph, which breaks at {error.location}: {error.reason}",
             key="compile.mode",
             hint="write that line so that Dynamo can trace it (TORCH_LOGS=graph_breaks shows the stack), or "
             "compile.mode=none",

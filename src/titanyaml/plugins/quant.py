@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titanyaml import float8
-from titanyaml.config.layers import ALIGNMENT, filter_without_module, reason_for_high_precision
+from titanyaml.config.decoder_layers import ALIGNMENT, filter_without_module, reason_for_high_precision
 from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.kernels.float8_gather import Float8Gather

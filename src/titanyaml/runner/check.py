@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from titanyaml.config import ranks
+from titanyaml.config import world
 from titanyaml.config.schema import Config
 from titanyaml.distributed import compat
 from titanyaml.distributed.env import Env
@@ -29,7 +29,7 @@ from titanyaml.runner import auto_ac, run_report, setup
 
 def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
     """Print the configuration, the mesh and the pipeline table; nothing is trained and no rank is started."""
-    world_size = ranks.world_size(config)
+    world_size = world.count_ranks(config)
     dims = ParallelDims.resolve(config.parallel, world_size)
     console = Console()
     console.print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), markup=False, highlight=False)

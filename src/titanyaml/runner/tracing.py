@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanyaml.config import products, ranks
+from titanyaml.config import kept_matmuls, world
 from titanyaml.config.schema import Compile, Config
 from titanyaml.distributed import compat
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.kernels.context_attention import BODIES
 from titanyaml.pipeline.protocol import Context
-from titanyaml.pipeline_parallel.staged import Staged
+from titanyaml.pipeline_parallel.staged import StagedModel
 from titanyaml.planner.model import from_config, operators, step
 from titanyaml.planner.model.inputs import Job
 from titanyaml.runner import setup
@@ -140,7 +140,7 @@ class Stand:
 
     def forward_backward(self) -> None:
         """One step's microbatches."""
-        if not isinstance(self.model, Staged):
+        if not isinstance(self.model, StagedModel):
             self.forward().backward()
             return
         train, ctx = self.config.train, self.context
@@ -154,13 +154,13 @@ class Stand:
 @contextmanager
 def stand(config: Config, *, pipeline_rank: int = 0, context_rank: int = 0) -> Iterator[Stand]:
     """The first rank of a pipeline rank with this place in its sequence, among ranks that do not exist."""
-    world = ranks.world_size(config)
-    dims = ParallelDims.resolve(config.parallel, world)
-    rank = pipeline_rank * world // dims.pp + context_rank * dims.tp
-    env = Env(rank, world, 0, torch.device("cpu"), "gloo")
+    num_ranks = world.count_ranks(config)
+    dims = ParallelDims.resolve(config.parallel, num_ranks)
+    rank = pipeline_rank * num_ranks // dims.pp + context_rank * dims.tp
+    env = Env(rank, num_ranks, 0, torch.device("cpu"), "gloo")
     # nothing is computed; the backward's threads only need to see the modes of this one
-    with compat.fake_process_group(world, rank=rank), torch.autograd.set_multithreading_enabled(False):
-        mesh = dims.build("cpu") if world > 1 else None
+    with compat.fake_process_group(num_ranks, rank=rank), torch.autograd.set_multithreading_enabled(False):
+        mesh = dims.build("cpu") if num_ranks > 1 else None
         model, ctx, _, _ = setup.transform(config, env, dims, mesh=mesh)
         yield Stand(config, model, ctx)
 
@@ -237,7 +237,7 @@ def planned(job: Job, *, pipeline_rank: int = 0) -> Work:
     stages = job.stages_of(pipeline_rank)
     lists = [operators.head(job)] if any(stage.last for stage in stages) else []
     blocks = [block for stage in stages for block in stage.blocks]
-    for layer, (block, keeps) in enumerate(zip(blocks, products.kept(job.ac_keep, blocks=len(blocks)), strict=True)):
+    for layer, (block, keeps) in enumerate(zip(blocks, kept_matmuls.block_levels(job.ac_keep, blocks=len(blocks)), strict=True)):
         again = job.ac != "none" and (job.ac != "selective_layer" or layer % job.ac_every == 0)
         lists += [operators.block_forward(job, block), operators.block_backward(job, block)]
         lists += [operators.block_recompute(job, block, keeps)] if again else []

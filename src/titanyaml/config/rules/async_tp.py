@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.ranks import degree
 from titanyaml.config.rules.hints import switch
 from titanyaml.config.rules.view import Rule, into
+from titanyaml.config.world import resolve_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
@@ -20,7 +20,7 @@ def _off(c: Any) -> str:
 
 @rule("compile.async_tp", "parallel", "launch", "model", "train.seq_len")
 def async_tp_has_ranks(c: Any) -> Problem | None:
-    if not c.compile.async_tp or degree(c, "tp") != 1:
+    if not c.compile.async_tp or resolve_degree(c, "tp") != 1:
         return None
     sizes = (c.model.num_heads, c.model.num_kv_heads, c.model.ffn_dim, c.model.vocab_size, c.train.seq_len)
     shared = next((n for n in range(2, min(sizes) + 1) if all(size % n == 0 for size in sizes)), None)

@@ -8,8 +8,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.ranks import is_as_shipped, world_size
 from titanyaml.config.rules.view import Rule, into
+from titanyaml.config.world import count_ranks, only_shipped_plugins
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
@@ -113,7 +113,7 @@ def _of_device(c: Any) -> tuple[str, str] | None:
 
 def _of_ranks(c: Any) -> tuple[str, str] | None:
     """FSDP gathers weights to other addresses in each step; transfers of tp, cp, ep and pp go around the blocks."""
-    ranks = world_size(c)
+    ranks = count_ranks(c)
     if ranks in (1, None):
         return None
     fix = "" if c.launch.kind == "external" else "parallel=single launch.nproc=null"
@@ -136,7 +136,7 @@ def _of_backend(c: Any) -> tuple[str, str] | None:
 def backend_is_known(c: Any) -> Problem | None:
     """A package that is installed may register one; so may a plugin of others: then the node asks torch."""
     name = c.compile.backend
-    if c.compile.mode == "none" or name in (*BACKENDS, *DEBUGGING) or not is_as_shipped(c):
+    if c.compile.mode == "none" or name in (*BACKENDS, *DEBUGGING) or not only_shipped_plugins(c):
         return None  # the entry points are looked up only where they count
     usual = [*BACKENDS, *(point.name for point in entry_points(group="torch_dynamo_backends"))]
     return unknown_backend(name, usual, debugging=DEBUGGING)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from titanyaml.config.ranks import degree, does
 from titanyaml.config.rules.view import Rule, into, multiples_around, nearest_numbers, ways
+from titanyaml.config.world import has_plugin_for, resolve_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
@@ -16,8 +16,8 @@ rule = into(RULES)
 @rule("parallel", "launch", "pipeline.plugins")
 def context_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that cuts the sequence all cp ranks would count the same tokens."""
-    cp = degree(c, "cp")
-    if does(c, "cp") or cp is None or cp < 2:
+    cp = resolve_degree(c, "cp")
+    if has_plugin_for(c, "cp") or cp is None or cp < 2:
         return None
     return Problem(
         "pipeline.plugins.cp",
@@ -30,7 +30,7 @@ def context_ranks_split_something(c: Any) -> Problem | None:
 @rule("parallel", "launch", "train.seq_len")
 def context_ranks_share_the_sequence(c: Any) -> Problem | None:
     """Two runs of positions a rank, each a multiple of what tp shares, so that every rank has the same work."""
-    cp, tp, length = degree(c, "cp"), degree(c, "tp"), c.train.seq_len
+    cp, tp, length = resolve_degree(c, "cp"), resolve_degree(c, "tp"), c.train.seq_len
     if cp is None or tp is None or cp < 2 or tp < 1:
         return None
     share = math.lcm(2, tp)
@@ -49,7 +49,7 @@ def context_ranks_share_the_sequence(c: Any) -> Problem | None:
 
 @rule("parallel", "launch", "model.num_heads", "model.num_kv_heads")
 def ulysses_shares_heads(c: Any) -> Problem | None:
-    cp, tp, heads = degree(c, "cp"), degree(c, "tp"), math.gcd(c.model.num_heads, c.model.num_kv_heads)
+    cp, tp, heads = resolve_degree(c, "cp"), resolve_degree(c, "tp"), math.gcd(c.model.num_heads, c.model.num_kv_heads)
     if cp is None or tp is None or cp < 2 or tp < 1 or c.parallel.cp_method != "ulysses" or heads % (cp * tp) == 0:
         return None
     degrees = [n for n in range(1, heads + 1) if heads % (n * tp) == 0]
@@ -66,7 +66,7 @@ def ulysses_shares_heads(c: Any) -> Problem | None:
 @rule("parallel", "launch", "model.document_mask")
 def ring_takes_no_mask(c: Any) -> Problem | None:
     """Its parts are whole or causal; a mask would need a kernel that takes any, for each pair of ranks."""
-    if c.parallel.cp_method != "ring" or not c.model.document_mask or degree(c, "cp") in (None, 0, 1):
+    if c.parallel.cp_method != "ring" or not c.model.document_mask or resolve_degree(c, "cp") in (None, 0, 1):
         return None
     return Problem(
         "parallel.cp_method",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from titanyaml.config.ranks import degree, does
 from titanyaml.config.rules.view import Rule, into, nearest_numbers, ways
+from titanyaml.config.world import has_plugin_for, resolve_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
@@ -15,7 +15,7 @@ rule = into(RULES)
 
 def _sizes(c: Any) -> tuple[int, int]:
     """(degree of ep, ranks that it may use); (1, 1) where there is nothing to say, or another rule says it."""
-    degrees = [degree(c, axis) for axis in ("ep", "dp_shard", "cp", "tp")]
+    degrees = [resolve_degree(c, axis) for axis in ("ep", "dp_shard", "cp", "tp")]
     if None in degrees or min(degrees) < 1:
         return 1, 1
     return degrees[0], math.prod(degrees[1:])
@@ -39,8 +39,8 @@ def _uneven(c: Any, shards: int) -> bool:
 
 def _unsummed(c: Any, ep: int) -> bool:
     """Whether several ranks would hold the same experts, and no FSDP would sum their gradients."""
-    data = [degree(c, axis) for axis in ("dp_replicate", "dp_shard", "cp")]
-    return None not in data and math.prod(data) == 1 and degree(c, "tp") != ep
+    data = [resolve_degree(c, axis) for axis in ("dp_replicate", "dp_shard", "cp")]
+    return None not in data and math.prod(data) == 1 and resolve_degree(c, "tp") != ep
 
 
 @rule("parallel", "launch", "model.moe.num_experts")
@@ -97,7 +97,7 @@ def copies_of_experts_share_gradients(c: Any) -> Problem | None:
 @rule("parallel", "launch")
 def expert_ranks_hold_their_own_tokens(c: Any) -> Problem | None:
     """Whole sequences on every tp rank would be sent, and counted, once by each."""
-    if c.parallel.tp_sequence_parallel or _sizes(c)[0] == 1 or degree(c, "tp") == 1:
+    if c.parallel.tp_sequence_parallel or _sizes(c)[0] == 1 or resolve_degree(c, "tp") == 1:
         return None
     return Problem(
         "parallel.tp_sequence_parallel",
@@ -111,7 +111,7 @@ def expert_ranks_hold_their_own_tokens(c: Any) -> Problem | None:
 def expert_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that spreads them every rank would hold all experts, and FSDP would look for others."""
     ep = _sizes(c)[0]
-    if does(c, "ep") or ep == 1:
+    if has_plugin_for(c, "ep") or ep == 1:
         return None
     return Problem(
         "pipeline.plugins.ep",

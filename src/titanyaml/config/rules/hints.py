@@ -18,19 +18,19 @@ def switch(c: Any, way: str, **changed: Any) -> str:
         changed: keys of the group as ``way`` sets them.
     """
     group = way.partition("=")[0].partition(".")[0]
-    back = set_back(c, group, **changed)
+    back = find_group_resets(c, group, **changed)
     return " ".join([way, *(f"{group}.{name}={spell(value)}" for name, value in back.items())])
 
 
-def set_back(c: Any, group: str, **changed: Any) -> dict[str, Any]:
+def find_group_resets(c: Any, group: str, **changed: Any) -> dict[str, Any]:
     """Keys of the group, with their defaults, that nothing reads once others are as in ``changed``."""
     keys, section = keys_of(keys_of(schema.Config)[group].kind), getattr(c, group)
     there = vars(section) if is_dataclass(section) else set(section)
     values = {name: changed.get(name, getattr(section, name)) for name in keys if name in there}
-    return unread_then(keys, values, changed)
+    return find_resets(keys, values, changed)
 
 
-def unread_then(keys: dict[str, Any], values: dict[str, Any], changed: Iterable[str]) -> dict[str, Any]:
+def find_resets(keys: dict[str, Any], values: dict[str, Any], changed: Iterable[str]) -> dict[str, Any]:
     """Of a section's ``values`` those, with their defaults, that nothing reads any more because of the ``changed``
     ones; and those that nothing reads because of these, and so on."""
     values, back = dict(values), {}

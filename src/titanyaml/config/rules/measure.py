@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.ranks import world_size
 from titanyaml.config.rules.hints import switch
 from titanyaml.config.rules.view import Rule, into
+from titanyaml.config.world import count_ranks
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
@@ -59,7 +59,7 @@ def profile_fits_steps(c: Any) -> Problem | None:
 
 @rule("profile", "parallel", "launch")
 def profiled_ranks_exist(c: Any) -> Problem | None:
-    ranks = world_size(c)
+    ranks = count_ranks(c)
     if c.profile.kind == "none" or ranks is None:
         return None
     absent = [rank for rank in c.profile.ranks if not 0 <= rank < ranks]

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 from titanyaml import machine
+from titanyaml.config import optimizer_state
+from titanyaml.config.decoder_shape import DecoderShape
 from titanyaml.config.degrees import AXES
-from titanyaml.config.ranks import degree, does, fixed_product, world_size
-from titanyaml.config.rules.moe import num_mixtures
 from titanyaml.config.rules.view import Rule, into, multiples_around, ways
+from titanyaml.config.world import count_ranks, fixed_product, has_plugin_for, resolve_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
@@ -42,7 +43,7 @@ def mesh_fits_ranks(c: Any) -> Problem | None:
     fixed, derived = fixed_product(c.parallel)
     if fixed < 1 or (derived and fixed == 1):
         return None  # fits any number; counting GPUs takes time
-    ranks = world_size(c)
+    ranks = count_ranks(c)
     if ranks is None or (ranks % fixed == 0 if derived else ranks == fixed):
         return None
     if derived:
@@ -63,7 +64,7 @@ def global_batch_is_whole(c: Any) -> Problem | None:
     if batch is None:
         return None
     fixed, derived = fixed_product(c.parallel)
-    ranks = world_size(c)
+    ranks = count_ranks(c)
     if fixed < 1 or ranks is None or ranks % fixed:
         return None  # another rule speaks
     degree = c.parallel.dp_replicate * c.parallel.dp_shard
@@ -83,8 +84,8 @@ def global_batch_is_whole(c: Any) -> Problem | None:
 @rule("parallel", "launch", "pipeline.plugins")
 def data_ranks_share_gradients(c: Any) -> Problem | None:
     """Without a plugin that sums gradients each rank would silently train a model of its own."""
-    ranks = (world_size(c) or 1) // max((degree(c, "tp") or 1) * (degree(c, "pp") or 1), 1)
-    if does(c, "fsdp") or ranks <= 1:
+    ranks = (count_ranks(c) or 1) // max((resolve_degree(c, "tp") or 1) * (resolve_degree(c, "pp") or 1), 1)
+    if has_plugin_for(c, "fsdp") or ranks <= 1:
         return None
     return Problem(
         "pipeline.plugins.fsdp",
@@ -96,11 +97,11 @@ def data_ranks_share_gradients(c: Any) -> Problem | None:
 
 @rule("runner.name", "parallel", "launch")
 def sample_runs_alone(c: Any) -> Problem | None:
-    if c.runner.name != "sample" or world_size(c) in (1, None):
+    if c.runner.name != "sample" or count_ranks(c) in (1, None):
         return None
     return Problem(
         "parallel",
-        f"runner=sample runs on one rank, not {world_size(c)}",
+        f"runner=sample runs on one rank, not {count_ranks(c)}",
         hint="parallel=single" + (" launch.nproc=1" if c.launch.nproc else ""),
     )
 
@@ -172,8 +173,8 @@ def freed_memory_takes_whole_gradients(c: Any) -> Problem | None:
     if not c.parallel.fsdp_reuse_memory:
         return None
     off, batch = "parallel.fsdp_reuse_memory=false", c.train.global_batch
-    ranks = [degree(c, axis) for axis in ("dp_replicate", "dp_shard")]
-    if (degree(c, "pp") or 1) > 1:
+    ranks = [resolve_degree(c, axis) for axis in ("dp_replicate", "dp_shard")]
+    if (resolve_degree(c, "pp") or 1) > 1:
         why, hint = "parallel.pp is above 1: gradients wait, unsharded, for a stage's last backward pass", off
     elif c.parallel.fsdp_cpu_offload:
         why, hint = "parallel.fsdp_cpu_offload is on: gradients go to host memory", off
@@ -193,26 +194,8 @@ def freed_memory_takes_whole_gradients(c: Any) -> Problem | None:
 
 def sharing_ranks(c: Any) -> int | None:
     """Ranks that hold different tokens; None where it cannot be known."""
-    degrees = [degree(c, axis) for axis in ("dp_replicate", "dp_shard", "cp")]
+    degrees = [resolve_degree(c, axis) for axis in ("dp_replicate", "dp_shard", "cp")]
     return None if None in degrees or 0 in degrees else math.prod(degrees)
-
-
-def num_parameters(model: Any) -> int:
-    """Parameters of the decoder, a tied weight counted once; norms and biases are left out (below 0.1 %)."""
-    head_dim = model.head_dim or model.dim // model.num_heads
-    attention = 2 * model.dim * head_dim * (model.num_heads + model.num_kv_heads)
-    dense = 3 * model.dim * model.ffn_dim
-    embeddings = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
-    if not model.moe.num_experts:
-        return model.num_layers * (attention + dense) + embeddings
-    width = model.moe.num_experts * (model.moe.ffn_dim or model.ffn_dim) + model.moe.shared_ffn_dim
-    mixture = model.dim * (3 * width + model.moe.num_experts)
-    mixtures = num_mixtures(model)
-    return model.num_layers * attention + (model.num_layers - mixtures) * dense + mixtures * mixture + embeddings
-
-
-#: Bytes a weight of the two moments; None: as the weight's own.
-MOMENTS = {"adamw": None, "adamw_bf16": 4, "adamw_8bit": 2.1}
 
 
 @rule("model", "parallel", "hardware.memory_gib", "runner.name", "train.param_dtype", "optim.name")
@@ -221,12 +204,13 @@ def state_fits_memory(c: Any) -> Problem | None:
     fixed, derived = fixed_product(c.parallel)
     if c.hardware.memory_gib is None or c.runner.name not in ("train", "check", "bench") or fixed < 1:
         return None
-    ranks = world_size(c) if derived else fixed
+    ranks = count_ranks(c) if derived else fixed
     if ranks is None or derived == "dp_replicate" or ranks % fixed:
         return None  # unknown, or another rule speaks
     shards = ranks // c.parallel.dp_replicate
     size = 8 if c.train.param_dtype == "float64" else 4
-    total = (2 * size + (MOMENTS[c.optim.name] or 2 * size)) * num_parameters(c.model) / 2**30
+    param_bytes = 2 * size + optimizer_state.moment_bytes(c.optim.name, param_bytes=size)
+    total = param_bytes * DecoderShape.of(c.model).num_params / 2**30
     if total / shards <= c.hardware.memory_gib:
         return None
     enough = 2 ** math.ceil(math.log2(total / c.hardware.memory_gib))

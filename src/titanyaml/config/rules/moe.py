@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from titanyaml.config.ranks import degree
 from titanyaml.config.rules.view import Rule, into, nearest_numbers, ways
 from titanyaml.config.scalar_types import spell
 from titanyaml.config.schema import MoE
+from titanyaml.config.world import resolve_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
@@ -112,7 +112,7 @@ def router_learns(c: Any) -> Problem | None:
 
 @rule("model.moe", "parallel", "launch")
 def balance_sees_whole_sequences(c: Any) -> Problem | None:
-    moe, cp = c.model.moe, degree(c, "cp")
+    moe, cp = c.model.moe, resolve_degree(c, "cp")
     if not moe.balance_loss or cp in (None, 0, 1):
         return None
     return Problem(
@@ -125,7 +125,7 @@ def balance_sees_whole_sequences(c: Any) -> Problem | None:
 
 @rule("model.attention_chunk", "train.seq_len", "parallel", "launch")
 def chunks_are_whole(c: Any) -> Problem | None:
-    chunk, length, cp = c.model.attention_chunk, c.train.seq_len, degree(c, "cp")
+    chunk, length, cp = c.model.attention_chunk, c.train.seq_len, resolve_degree(c, "cp")
     if chunk is None or length <= chunk or cp in (None, 0, 1):
         return None
     return Problem(

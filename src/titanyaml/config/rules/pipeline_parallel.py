@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from titanyaml.config import schema
-from titanyaml.config.ranks import degree, does, world_size
 from titanyaml.config.rules.mesh import sharing_ranks
 from titanyaml.config.rules.view import Rule, into, nearest_numbers, ways
 from titanyaml.config.scalar_types import spell
 from titanyaml.config.schema_keys import keys_of
+from titanyaml.config.world import count_ranks, has_plugin_for, resolve_degree
 from titanyaml.errors import Problem
 from titanyaml.pipeline_schedule import actions, stages
 from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
@@ -32,7 +32,7 @@ def _unset(names: list[str]) -> str:
 
 
 def _ranks(c: Any) -> int | None:
-    return degree(c, "pp")
+    return resolve_degree(c, "pp")
 
 
 def _grid(c: Any) -> actions.Grid | None:
@@ -59,7 +59,7 @@ def _num_stages(c: Any) -> int | None:
 
 def _forwards(c: Any) -> int | None:
     """Microbatches of a step, where ``train.global_batch`` says it and the batch is whole."""
-    ranks, pipeline = world_size(c), _ranks(c)
+    ranks, pipeline = count_ranks(c), _ranks(c)
     if c.train.global_batch is None or ranks is None:
         return None
     others = [getattr(c.parallel, axis) for axis in ("cp", "tp")]
@@ -102,7 +102,7 @@ def pipeline_keys_agree(c: Any) -> Problem | None:
 @rule("parallel", "launch", "pipeline.plugins")
 def pipeline_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that splits the model all pp ranks would silently do the same work."""
-    if does(c, "pp") or not _runs(c):
+    if has_plugin_for(c, "pp") or not _runs(c):
         return None
     return Problem(
         "pipeline.plugins.pp",

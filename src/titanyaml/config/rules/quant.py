@@ -6,16 +6,16 @@ import math
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.layers import (
+from titanyaml.config.decoder_layers import (
     ALIGNMENT,
     filter_without_module,
     linear_layers,
     module_names,
     reason_for_high_precision,
 )
-from titanyaml.config.ranks import degree, is_as_shipped
 from titanyaml.config.rules.hints import switch
 from titanyaml.config.rules.view import Rule, into, multiples_around, nearest_numbers, ways
+from titanyaml.config.world import only_shipped_plugins, resolve_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
@@ -129,7 +129,7 @@ def float8_gather_has_one_scale(c: Any) -> Problem | None:
 
 @rule("quant.fsdp_float8_all_gather", "parallel", "launch")
 def float8_gather_has_shards(c: Any) -> Problem | None:
-    if not c.quant.fsdp_float8_all_gather or (degree(c, "dp_shard"), degree(c, "cp")) != (1, 1):
+    if not c.quant.fsdp_float8_all_gather or (resolve_degree(c, "dp_shard"), resolve_degree(c, "cp")) != (1, 1):
         return None
     return Problem(
         "quant.fsdp_float8_all_gather",
@@ -186,15 +186,15 @@ def kept_float8_weights_are_not_compiled(c: Any) -> Problem | None:
 @rule("quant.filter_fqns", "model", "pipeline.plugins")
 def filters_name_modules(c: Any) -> Problem | None:
     """A plugin of others may bring modules with other names: then the node asks."""
-    if not c.quant.filter_fqns or not is_as_shipped(c):
+    if not c.quant.filter_fqns or not only_shipped_plugins(c):
         return None
     return filter_without_module(c.quant.filter_fqns, module_names(c.model), example=linear_layers(c.model)[0].name)
 
 
 @rule("quant", "model", "parallel", "launch", "pipeline.plugins")
 def float8_is_for_some_layer(c: Any) -> Problem | None:
-    tp = degree(c, "tp")
-    if c.quant.recipe == "none" or not tp or not is_as_shipped(c):
+    tp = resolve_degree(c, "tp")
+    if c.quant.recipe == "none" or not tp or not only_shipped_plugins(c):
         return None
     layers = linear_layers(c.model)
     reasons = {reason_for_high_precision(c.quant, layer.name, *layer.on_each(tp), tp=tp): layer for layer in layers}
@@ -243,7 +243,7 @@ def tokens_fill_float8_products(c: Any) -> Problem | None:
     recipe = c.quant.recipe
     if recipe in ("none", "float8_rowwise_with_gw_hp") or c.parallel.cp == 0:
         return None
-    unit = (32 if recipe == "mxfp8" else 16) * (degree(c, "cp") or 1)
+    unit = (32 if recipe == "mxfp8" else 16) * (resolve_degree(c, "cp") or 1)
     batch, seq_len = c.train.local_batch, c.train.seq_len
     if batch * seq_len % unit == 0:
         return None

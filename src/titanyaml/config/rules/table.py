@@ -23,7 +23,7 @@ from titanyaml.config.rules import (
     model,
     moe,
     pipeline_parallel,
-    plan,
+    planning,
     quant,
     tensor_parallel,
     train,
@@ -47,7 +47,7 @@ RULES: tuple[Rule, ...] = (
     *train.RULES,
     *measure.RULES,
     *data.RULES,
-    *plan.RULES,
+    *planning.RULES,
 )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from titanyaml.config.ranks import degree, does
 from titanyaml.config.rules.view import Rule, into, multiples_around, nearest_numbers, ways
+from titanyaml.config.world import has_plugin_for, resolve_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
@@ -15,7 +15,7 @@ rule = into(RULES)
 
 def _divides(c: Any, key: str, size: int) -> Problem | None:
     """A problem where tp does not divide ``size``; the degrees that are offered divide all that is shared."""
-    tp = degree(c, "tp")
+    tp = resolve_degree(c, "tp")
     if tp is None or tp < 1 or size % tp == 0:
         return None
     shared = math.gcd(
@@ -41,8 +41,8 @@ def _divides(c: Any, key: str, size: int) -> Problem | None:
 @rule("parallel", "launch", "pipeline.plugins")
 def tensor_ranks_split_something(c: Any) -> Problem | None:
     """Without a plugin that splits the model all tp ranks would silently do the same work."""
-    tp = degree(c, "tp")
-    if does(c, "tp") or tp is None or tp < 2:
+    tp = resolve_degree(c, "tp")
+    if has_plugin_for(c, "tp") or tp is None or tp < 2:
         return None
     return Problem(
         "pipeline.plugins.tp",

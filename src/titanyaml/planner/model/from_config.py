@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titanyaml.config import degrees, ranks, schema
+from titanyaml.config import degrees, schema, world
+from titanyaml.config.decoder_shape import DecoderShape, MixtureShape
 from titanyaml.config.schema import Config
 from titanyaml.pipeline_schedule import actions, stages
 from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS, stage_owners
 from titanyaml.pipeline_schedule.simulate import simulate
 from titanyaml.planner.model import devices
 from titanyaml.planner.model.inputs import FUSED, TITANYAML, Job, Mesh
-from titanyaml.planner.model.shape import Mixture, Shape
 
 #: Bytes of an optimizer's moments for a parameter.
 MOMENTS = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.1}
@@ -23,11 +23,11 @@ MASTERS = {"float32": 4, "split": 2}
 _WIDTH = {"auto": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-def shape(model: schema.Model) -> Shape:
+def shape(model: schema.Model) -> DecoderShape:
     """The decoder's sizes."""
     head_dim, moe = model.head_dim or model.dim // model.num_heads, model.moe
     mixture = (
-        Mixture(
+        MixtureShape(
             moe.num_experts,
             moe.top_k,
             moe.ffn_dim or model.ffn_dim,
@@ -39,7 +39,7 @@ def shape(model: schema.Model) -> Shape:
         if moe.num_experts
         else None
     )
-    return Shape(
+    return DecoderShape(
         model.name,
         model.vocab_size,
         model.dim,
@@ -62,7 +62,7 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
     Raises:
         ConfigError: the device, the links or the model are not known well enough.
     """
-    sizes = degrees.resolve_degrees(config.parallel, world_size=ranks.world_size(config))
+    sizes = degrees.resolve_degrees(config.parallel, world_size=world.count_ranks(config))
     mesh = Mesh(**sizes)
     train, parallel = config.train, config.parallel
     forwards = degrees.global_batch(config, sizes) // (train.local_batch * mesh.data_degree)
@@ -125,7 +125,7 @@ def _quant(config: Config) -> tuple[str, bool]:
 
 
 def _pipeline(
-    parallel: schema.Parallel, of: Shape, mesh: Mesh, *, seq_len: int, local_batch: int, microbatches: int
+    parallel: schema.Parallel, of: DecoderShape, mesh: Mesh, *, seq_len: int, local_batch: int, microbatches: int
 ) -> dict[str, Any]:
     """What a job says of its pipeline: split as ``pipeline_parallel.partition`` splits it, a schedule from a file simulated."""
     bubble, held = None, ()
@@ -154,7 +154,7 @@ def _pipeline(
     }
 
 
-def _stages(parallel: schema.Parallel, of: Shape, count: int, *, seq_len: int) -> list[int]:
+def _stages(parallel: schema.Parallel, of: DecoderShape, count: int, *, seq_len: int) -> list[int]:
     first, last = parallel.pp_first_stage_less_layers, parallel.pp_last_stage_less_layers
     if parallel.pp_stages or first is not None or last is not None:
         return stages.split_as_configured(
@@ -164,7 +164,7 @@ def _stages(parallel: schema.Parallel, of: Shape, count: int, *, seq_len: int) -
 
 
 @functools.cache
-def _balanced(of: Shape, count: int, seq_len: int) -> tuple[int, ...]:
+def _balanced(of: DecoderShape, count: int, seq_len: int) -> tuple[int, ...]:
     """Layers of each stage by cost. Cached: a search asks thousands of times for the same few splits."""
     table_params = of.vocab_size * of.dim
     block_params = (of.num_params - (1 if of.tied else 2) * table_params) / of.num_layers

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from titanyaml.config import products
+from titanyaml.config import kept_matmuls
+from titanyaml.config.decoder_shape import BlockKind
 from titanyaml.planner.model import memory
 from titanyaml.planner.model.inputs import Job
 from titanyaml.planner.model.memory import Memory
 from titanyaml.planner.model.operators import redone
-from titanyaml.planner.model.shape import Block
 
 
 def plan_memory(job: Job) -> Memory:
@@ -24,26 +24,26 @@ def plan_memory(job: Job) -> Memory:
     all_of, spared = 0.0, 0.0
     for rank in range(job.mesh.pp):
         blocks = [block for stage in job.stages_of(rank) for block in stage.blocks]
-        for block, keeps in zip(blocks, products.kept(job.ac_keep, blocks=len(blocks)), strict=True):
+        for block, keeps in zip(blocks, kept_matmuls.block_levels(job.ac_keep, blocks=len(blocks)), strict=True):
             most = memory.saved_per_token(plain, block, mode="none")
             all_of += most - memory.saved_per_token(plain, block, mode="full")
             spared += most - saved_per_token(job, block, keeps)
     return memory.plan_memory(replace(job, ac="selective_layer", ac_every=all_of / (spared or 1e-9 * all_of)))
 
 
-def saved_per_token(job: Job, block: Block, keeps: int) -> float:
+def saved_per_token(job: Job, block: BlockKind, keeps: int) -> float:
     """``memory.saved_per_token`` under ``selective_op`` of a block that keeps so many of its products."""
     half = memory.saved_per_token(job, block, mode="selective_op")
-    if keeps == products.HALF:
+    if keeps == kept_matmuls.HALF:
         return half
     sizes = _sizes(job, block)
-    repeated = {level: {*redone(job, block, level)} for level in (keeps, products.HALF)}
-    more = repeated[products.HALF] - repeated[keeps]
-    less = repeated[keeps] - repeated[products.HALF]
+    repeated = {level: {*redone(job, block, level)} for level in (keeps, kept_matmuls.HALF)}
+    more = repeated[kept_matmuls.HALF] - repeated[keeps]
+    less = repeated[keeps] - repeated[kept_matmuls.HALF]
     return half + job.compute_bytes * (sum(sizes[name] for name in more) - sum(sizes[name] for name in less))
 
 
-def _sizes(job: Job, block: Block) -> dict[str, float]:
+def _sizes(job: Job, block: BlockKind) -> dict[str, float]:
     """Elements of a token that each product gives on this rank. What a compiled block keeps of wo's under tp is what
     was scattered, which it keeps anyway."""
     shape, tp = job.shape, job.mesh.tp

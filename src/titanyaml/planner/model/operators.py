@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from titanyaml.config import products
+from titanyaml.config import kept_matmuls
+from titanyaml.config.decoder_shape import BlockKind, LinearShape
 from titanyaml.planner.model import constants, experts
 from titanyaml.planner.model.inputs import Job
 from titanyaml.planner.model.primitives import Attention, Collective, Gemm, Operator, Pass, width
-from titanyaml.planner.model.shape import Block, Linear
 
 
 def float8(job: Job) -> bool:
@@ -43,20 +43,20 @@ def cast_bytes(job: Job) -> float:
     return job.device.cast_bytes[not tensorwise] or fitted.value
 
 
-def local(job: Job, one: Linear) -> tuple[int, int]:
+def local(job: Job, one: LinearShape) -> tuple[int, int]:
     """(inputs, outputs) on this rank."""
     tp = job.mesh.tp
     return (one.inputs, one.outputs // tp) if one.column else (one.inputs // tp, one.outputs)
 
 
-def _products(job: Job, linears: Iterable[Linear]) -> list[Operator]:
+def _products(job: Job, linears: Iterable[LinearShape]) -> list[Operator]:
     dtype = "fp8" if float8(job) else width(job)
     return [
         Gemm(one.name, job.tokens, outputs, inputs, dtype) for one in linears for inputs, outputs in [local(job, one)]
     ]
 
 
-def _casts(job: Job, linears: Iterable[Linear]) -> list[Operator]:
+def _casts(job: Job, linears: Iterable[LinearShape]) -> list[Operator]:
     """Inputs of a forward, once for matrices that read the same, and the weights."""
     if not float8(job):
         return []
@@ -91,7 +91,7 @@ def _tp(job: Job, op: str, *, float8: bool = False, name: str = "") -> list[Oper
     return [Collective("tp", op, size, name), *[Pass("sequence layout", "copies", 2.0 * size)] * moves]
 
 
-def _attention(job: Job, block: Block, *, backward: bool) -> Attention:
+def _attention(job: Job, block: BlockKind, *, backward: bool) -> Attention:
     mesh, shape = job.mesh, job.shape
     batch, length = job.local_batch // job.microbatches, job.seq_len
     if block.chunk is not None and block.chunk < length:
@@ -116,7 +116,7 @@ def _context(job: Job, *, backward: bool) -> list[Operator]:
     return sent + [Collective("cp", "all_to_all", keys * b * (mesh.cp - 1))] * backward
 
 
-def _forward_passes(job: Job, block: Block) -> list[Operator]:
+def _forward_passes(job: Job, block: BlockKind) -> list[Operator]:
     """Norms, rotation, activation and residual additions of a forward.
 
     Compiled, in elements a token: norm 2d, rotation 2(q + k), addition and norm 4d, product 3f (ungated 2f), addition
@@ -128,7 +128,7 @@ def _forward_passes(job: Job, block: Block) -> list[Operator]:
     return [Pass("norms, rotation, activation", "elementwise", moved)]
 
 
-def _backward_passes(job: Job, block: Block) -> list[Operator]:
+def _backward_passes(job: Job, block: BlockKind) -> list[Operator]:
     """Compiled, in elements a token: two norms 8d, sums of the products' input gradients 7d, rotation 2(q + k),
     product 6f (ungated 3f)."""
     d, heads, f = _widths(job, block)
@@ -138,14 +138,14 @@ def _backward_passes(job: Job, block: Block) -> list[Operator]:
     return [Pass("gradients of norms, rotation, activation", "elementwise", moved)]
 
 
-def _widths(job: Job, block: Block) -> tuple[int, int, int]:
+def _widths(job: Job, block: BlockKind) -> tuple[int, int, int]:
     """Elements of the stream between split matrices, of queries and keys (where they are turned), of the product."""
     shape, tp = job.shape, job.mesh.tp
     heads = job.tokens * (shape.query_dim + shape.kv_dim) // tp if block.rotary else 0
     return job.slice_tokens * shape.dim, heads, job.tokens * shape.width(block) // tp
 
 
-def _eager(job: Job, block: Block, *, norm: float, rotation: float, product: float) -> float:
+def _eager(job: Job, block: BlockKind, *, norm: float, rotation: float, product: float) -> float:
     """Bytes that eager kernels move beyond compiled ones, given bytes an element: a norm in float32 piece by piece
     (where it is not one kernel), rotation in float32, gate and product in two kernels."""
     if job.compiled:
@@ -155,7 +155,7 @@ def _eager(job: Job, block: Block, *, norm: float, rotation: float, product: flo
     return norms + rotation * heads + product * f * job.shape.gated
 
 
-def block_forward(job: Job, block: Block) -> list[Operator]:
+def block_forward(job: Job, block: BlockKind) -> list[Operator]:
     """One block, forward."""
     gather = _tp(job, "all_gather", float8=_travels_in_float8(job)) if job.sequence_parallel else []
     scatter, linears = _tp(job, "reduce_scatter"), job.shape.linears_of(block)
@@ -174,7 +174,7 @@ def block_forward(job: Job, block: Block) -> list[Operator]:
     ]
 
 
-def redone(job: Job, block: Block, keeps: int = products.HALF) -> tuple[str, ...]:
+def redone(job: Job, block: BlockKind, keeps: int = kept_matmuls.HALF) -> tuple[str, ...]:
     """The products that recomputation does again, by name. The last one of a feed-forward is not: no gradient needs its
     output. keeps: of products, under ``selective_op``."""
     shape = job.shape
@@ -184,16 +184,16 @@ def redone(job: Job, block: Block, keeps: int = products.HALF) -> tuple[str, ...
     names += feeds
     if job.ac == "memory_budget":
         return _cheapest(job, block)
-    if job.ac == "selective_op" and keeps == products.ALL:
+    if job.ac == "selective_op" and keeps == kept_matmuls.ALL:
         names = []
-    elif job.ac == "selective_op" and keeps == products.HALF:
+    elif job.ac == "selective_op" and keeps == kept_matmuls.HALF:
         names = names[0::2] if job.software.keeps_even else names[1::2]
     elif job.ac not in ("full", "selective_layer", "selective_op"):
         names = []
     return tuple(name for name in names if not feeds or name != feeds[-1])
 
 
-def _cheapest(job: Job, block: Block) -> tuple[str, ...]:
+def _cheapest(job: Job, block: BlockKind) -> tuple[str, ...]:
     """What a budget repeats beside cheap passes: products in the order of what they cost for a byte, attention last.
 
     As ``memory.saved_per_token`` keeps the square of a small budget, this repeats what makes up for the rest. Where
@@ -223,7 +223,7 @@ def keeps_norms(job: Job) -> bool:
     return job.mesh.tp > 1 and job.sequence_parallel
 
 
-def repeats_attention(job: Job, block: Block) -> bool:
+def repeats_attention(job: Job, block: BlockKind) -> bool:
     """Whether the product of gate and up alone frees less than a large budget asks for, where norms are kept.
 
     Saved without a budget, in elements of a token: the block's input and what attention adds to it, queries, keys,
@@ -237,7 +237,7 @@ def repeats_attention(job: Job, block: Block) -> bool:
     return f / tp < (1 - job.ac_budget) * (saved + 2 * shape.dim)
 
 
-def block_recompute(job: Job, block: Block, keeps: int = products.HALF) -> list[Operator]:
+def block_recompute(job: Job, block: BlockKind, keeps: int = kept_matmuls.HALF) -> list[Operator]:
     """What the backward pass of one recomputed block does again. keeps: of products, under ``selective_op``.
 
     ``full`` repeats attention; ``selective_op`` keeps it, and casts again what kept products read in float8: counted as
@@ -275,7 +275,7 @@ def block_recompute(job: Job, block: Block, keeps: int = products.HALF) -> list[
     ]
 
 
-def block_backward(job: Job, block: Block) -> list[Operator]:
+def block_backward(job: Job, block: BlockKind) -> list[Operator]:
     """One block, backward, without what is recomputed."""
     operators: list[Operator] = []
     gather, scatter = _tp(job, "all_gather"), _tp(job, "reduce_scatter")

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from titanyaml.config import products
+from titanyaml.config import kept_matmuls
+from titanyaml.config.decoder_shape import BlockKind
 from titanyaml.planner.model import constants, operators
 from titanyaml.planner.model.cost import Times, bandwidth, collective_seconds, times
 from titanyaml.planner.model.inputs import Job, Stage
 from titanyaml.planner.model.primitives import Collective
-from titanyaml.planner.model.shape import Block
 
 #: Idle time of a schedule in forwards-and-backwards of one microbatch, from ranks p and stages per rank v. The
 #: schedules that split backward passes fill the pipe with weight gradients, a third of the work (Qi et al. 2023).
@@ -114,7 +114,7 @@ class _Parts:
     backward: Times
 
 
-def _parts(job: Job, block: Block, keeps: int) -> _Parts:
+def _parts(job: Job, block: BlockKind, keeps: int) -> _Parts:
     made = (
         operators.block_forward(job, block),
         operators.block_recompute(job, block, keeps),
@@ -131,7 +131,7 @@ def _microbatch(job: Job, stages: tuple[Stage, ...], *, gathers: bool, regathers
     """One microbatch on a rank with these stages. gathers, regathers, reduces: whether FSDP acts in the forward, in the
     backward, at the end of a block's backward."""
     streams, blocks = _Streams(job), [block for stage in stages for block in stage.blocks]
-    kinds = list(zip(blocks, products.kept(job.ac_keep, blocks=len(blocks)), strict=True))
+    kinds = list(zip(blocks, kept_matmuls.block_levels(job.ac_keep, blocks=len(blocks)), strict=True))
     each = {kind: _parts(job, *kind) for kind in set(kinds)}
     parts = [each[kind] for kind in kinds]
     roots = [root for stage in stages if (root := job.root(stage))]
@@ -259,7 +259,7 @@ def least_seconds(job: Job) -> float:
     """A bound below ``plan_step(job).seconds``: an even share of the blocks, with nothing but what they compute and the
     transfers that they themselves wait for."""
     again = job.ac not in ("none", "selective_layer")
-    seconds, keeps = {}, max(products.kept(job.ac_keep, blocks=len(job.shape.blocks)))
+    seconds, keeps = {}, max(kept_matmuls.block_levels(job.ac_keep, blocks=len(job.shape.blocks)))
     for block in set(job.shape.blocks):
         parts = _parts(job, block, keeps)
         seconds[block] = parts.forward.total + parts.backward.total + (parts.recompute.total if again else 0.0)

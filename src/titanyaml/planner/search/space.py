@@ -1,7 +1,7 @@
-"""What a search tries: meshes, and of each what else is chosen, as values of keys.
+"""What a search tries: meshes, and for each of them what else is chosen, as values of keys.
 
-A cell is everything but recomputation and who multiplies in float8: those are tried of every cell coarsely, then finely
-where it can be among the fastest (``search.py``).
+A cell is everything but recomputation and float8 kernels. Those two are tried coarsely for every cell, then finely where
+the cell can be among the fastest (``fastest.py``).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from titanyaml.config import degrees, ranks
+from titanyaml.config import degrees, world
 from titanyaml.config.schema import Config
 from titanyaml.config.schema.plugins import FLOAT8
 
 #: Values of keys, by dotted key.
 Values = dict[str, Any]
-#: What is chosen of each candidate, beside its degrees: no part of the rest of a command.
-CHOSEN = (
+#: Keys that are chosen for each candidate, beside its degrees; all others stay as the command has them.
+CHOSEN_KEYS = (
     "launch.nproc",
     "train.local_batch",
     "train.global_batch",
@@ -33,6 +33,8 @@ CHOSEN = (
     "parallel.pp_schedule",
     "compile.async_tp",
 )
+#: Longest axes that are tried unasked; tp stays within a host.
+LONGEST_AXES = {"cp": 8, "pp": 16}
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,13 @@ class Space:
     """What is tried.
 
     Args:
-        meshes: degrees, all else 1; None: every product of divisors. axes: the only degrees of an axis.
-        ac: modes; selective_layer, where it is not asked for, in steps alone.
+        meshes: degrees, all others 1; None: every product of divisors. axes: the only degrees of an axis.
+        ac: modes; selective_layer has a period, and is tried among the fine steps unless it is asked for.
         local_batch: None: every divisor of a data rank's sequences.
         gather: whether FSDP gathers float8; None: both where it can.
-        product, master: None: as configured, and own products, with split masters too, where they can be.
+        product, master: None: as configured, and our own GEMM kernels, with split masters too, where they can run.
         keep_products: None: as configured, and the largest share that fits.
-        typed: dotted keys that the user gave; of those that are not ``CHOSEN`` none may be left unread.
+        typed: dotted keys that the user gave; of those not in ``CHOSEN_KEYS`` none may be left unread.
     """
 
     meshes: tuple[dict[str, int], ...] | None = None
@@ -64,32 +66,32 @@ class Space:
 
 
 def cells(config: Config, space: Space) -> Iterator[Values]:
-    """Every mesh with every batch, recipe, schedule and kind of transfer."""
-    world = ranks.world_size(config)
-    host = config.cluster.gpus_per_host
-    for mesh in space.meshes or _with_experts(config, _meshes(world, host, space.axes), space):
-        data, size = mesh["dp_replicate"] * mesh["dp_shard"], math.prod(mesh[axis] for axis in degrees.MESH_AXES)
-        batch = config.train.global_batch or config.train.local_batch * size
-        if batch % data:
+    """Every mesh with every batch, recipe, pipeline schedule, and async TP on and off."""
+    for mesh in space.meshes or _with_experts(config, _meshes(config, space), space):
+        data_degree = mesh["dp_replicate"] * mesh["dp_shard"]
+        num_ranks = math.prod(mesh[axis] for axis in degrees.MESH_AXES)
+        global_batch = config.train.global_batch or config.train.local_batch * num_ranks
+        if global_batch % data_degree:
             continue
-        fuses = space.async_tp if mesh["tp"] > 1 and config.compile.mode != "none" else (False,)
+        async_tp = space.async_tp if mesh["tp"] > 1 and config.compile.mode != "none" else (False,)
         schedules = space.schedule if mesh["pp"] > 1 else (config.parallel.pp_schedule,)
-        placed: Values = {"launch.nproc": None, **{f"parallel.{axis}": degree for axis, degree in mesh.items()}}
-        for local, (recipe, gather), schedule, fused in itertools.product(
-            space.local_batch or _divisors(batch // data), _recipes(config, space, mesh), schedules, fuses
+        local_batches = space.local_batch or _divisors(global_batch // data_degree)
+        mesh_values: Values = {"launch.nproc": None, **{f"parallel.{axis}": degree for axis, degree in mesh.items()}}
+        for local_batch, (recipe, gather), schedule, is_async in itertools.product(
+            local_batches, _recipes(config, space, mesh), schedules, async_tp
         ):
-            yield placed | {
-                "train.local_batch": local,
-                "train.global_batch": batch,
+            yield mesh_values | {
+                "train.local_batch": local_batch,
+                "train.global_batch": global_batch,
                 "quant.recipe": recipe,
                 "quant.fsdp_float8_all_gather": gather,
-                "compile.async_tp": fused,
+                "compile.async_tp": is_async,
                 "parallel.pp_schedule": schedule,
             }
 
 
-def kernels(config: Config, space: Space, recipe: str) -> list[Values]:
-    """Who multiplies in float8, and what masters are stored as: as typed, else as configured."""
+def typed_kernels(space: Space, recipe: str) -> list[Values]:
+    """Float8 GEMM kernels and formats of masters as typed, else as configured (no values)."""
     masters = [{} if space.master is None else {"optim.master": master} for master in space.master or ("",)]
     if recipe not in FLOAT8 or space.product is None:
         return masters
@@ -97,62 +99,70 @@ def kernels(config: Config, space: Space, recipe: str) -> list[Values]:
 
 
 def own_kernels(config: Config, space: Space, recipe: str) -> list[Values]:
-    """What is tried beside ``kernels`` unasked: our own float8 products, where there are Triton kernels, and split
-    masters with them."""
-    able = recipe in FLOAT8 and not config.quant.emulate and config.kernels.name != "torch"
-    if not able or (space.product is not None and "own" not in space.product):
+    """Our own float8 GEMM kernels, tried unasked beside ``typed_kernels`` where Triton runs; also with split masters,
+    which make the room that the kernels' kept inputs take."""
+    can_run = recipe in FLOAT8 and not config.quant.emulate and config.kernels.name != "torch"
+    if not can_run or (space.product is not None and "own" not in space.product):
         return []
-    there = {"quant.product": config.quant.product, "optim.master": config.optim.master}
-    asked = [there | one for one in kernels(config, space, recipe)]
+    configured = {"quant.product": config.quant.product, "optim.master": config.optim.master}
+    tried_already = [configured | values for values in typed_kernels(space, recipe)]
     masters = space.master or tuple(dict.fromkeys((config.optim.master, "split")))
     own = [{"quant.product": "own", "optim.master": master} for master in masters]
-    return [one for one in own if one not in asked]
+    return [values for values in own if values not in tried_already]
 
 
-def modes(config: Config, space: Space) -> list[Values]:
-    """Ways to recompute, the least first; of those with steps, one."""
-    found: list[Values] = []
+def usual_modes(space: Space) -> list[Values]:
+    """Ways to recompute that every cell is tried with, the least first; of modes with steps, the configured one."""
+    modes: list[Values] = []
     for mode in space.ac:
         if mode == "selective_op" and space.keep_products:
-            found += [{"ac.mode": mode, "ac.keep_products": share} for share in space.keep_products]
+            modes += [{"ac.mode": mode, "ac.keep_products": share} for share in space.keep_products]
         elif mode != "selective_layer" or space.ac != Space.ac or "ac.every" in space.typed:
-            found.append({"ac.mode": mode})
-    return found
+            modes.append({"ac.mode": mode})
+    return modes
 
 
 def _recipes(config: Config, space: Space, mesh: dict[str, int]) -> list[tuple[str, bool]]:
-    found = []
+    """(recipe, whether FSDP gathers float8); without a rate for float8 a device cannot be planned with it."""
+    recipes = []
     for recipe in space.quant:
         if recipe in ("float8_tensorwise", "float8_rowwise") and config.hardware.gemm_fp8_tflops is None:
             continue
-        can = recipe == "float8_tensorwise" and mesh["dp_shard"] * mesh["cp"] > 1
-        found += [(recipe, gather) for gather in ((space.gather or (False, True)) if can else (False,))]
-    return found
+        can_gather = recipe == "float8_tensorwise" and mesh["dp_shard"] * mesh["cp"] > 1
+        gathers = (space.gather or (False, True)) if can_gather else (False,)
+        recipes += [(recipe, gather) for gather in gathers]
+    return recipes
 
 
-def _meshes(world: int, host: int, axes: dict[str, tuple[int, ...]]) -> Iterator[dict[str, int]]:
-    """Degrees with this product: tp within a host, copies by whole hosts; or as given."""
+def _meshes(config: Config, space: Space) -> Iterator[dict[str, int]]:
+    """Degrees whose product is the number of ranks: tp within a host, replicas of whole hosts; or as given."""
+    world_size = world.count_ranks(config)
+    assert world_size is not None, "a search over meshes knows its number of ranks"
+    axes, gpus_per_host = space.axes, config.cluster.gpus_per_host
 
-    def sizes(axis: str, number: int, most: int) -> list[int]:
-        return [size for size in _divisors(number) if (size in axes[axis] if axis in axes else size <= most)]
+    def sizes(axis: str, number: int, longest: int) -> list[int]:
+        return [size for size in _divisors(number) if (size in axes[axis] if axis in axes else size <= longest)]
 
-    for tp in sizes("tp", world, host):
-        for cp in sizes("cp", world // tp, 8):
-            for pp in sizes("pp", world // tp // cp, 16):
-                data = world // tp // cp // pp
-                for copies in sizes("dp_replicate", data, data):
-                    near = copies > 1 and data // copies * tp * cp < host
-                    if "dp_shard" in axes and data // copies not in axes["dp_shard"]:
+    for tp in sizes("tp", world_size, gpus_per_host):
+        for cp in sizes("cp", world_size // tp, LONGEST_AXES["cp"]):
+            for pp in sizes("pp", world_size // tp // cp, LONGEST_AXES["pp"]):
+                data_degree = world_size // tp // cp // pp
+                for replicas in sizes("dp_replicate", data_degree, data_degree):
+                    shards = data_degree // replicas
+                    if "dp_shard" in axes and shards not in axes["dp_shard"]:
                         continue
-                    if not near or "dp_replicate" in axes or "dp_shard" in axes:
-                        yield {"dp_replicate": copies, "dp_shard": data // copies, "cp": cp, "tp": tp, "pp": pp}
+                    # shards over a part of a host are larger, and have no faster links than over all of it
+                    splits_host = replicas > 1 and shards * tp * cp < gpus_per_host
+                    if not splits_host or "dp_replicate" in axes or "dp_shard" in axes:
+                        yield {"dp_replicate": replicas, "dp_shard": shards, "cp": cp, "tp": tp, "pp": pp}
 
 
 def _with_experts(config: Config, meshes: Iterator[dict[str, int]], space: Space) -> Iterator[dict[str, int]]:
-    """Each mesh with every degree over which the experts of a mixture can be spread; 1 where there are none."""
-    spread = _divisors(config.model.moe.num_experts) if config.model.moe.num_experts else [1]
+    """Each mesh with every degree over which its experts can be spread; 1 where there are none."""
+    divisors = _divisors(config.model.moe.num_experts) if config.model.moe.num_experts else [1]
+    expert_degrees = [size for size in divisors if size in space.axes.get("ep", divisors)]
     for mesh in meshes:
-        for ep in [size for size in spread if size in space.axes.get("ep", spread)]:
+        for ep in expert_degrees:
             if mesh["dp_shard"] * mesh["cp"] * mesh["tp"] % ep == 0:
                 yield mesh | {"ep": ep}
 
@@ -161,8 +171,8 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def name(mesh: dict[str, int]) -> str:
-    """The mesh's name, as it is typed."""
+def mesh_name(mesh: dict[str, int]) -> str:
+    """What is typed after ``parallel=``."""
     parts = []
     if mesh["dp_replicate"] > 1 and mesh["dp_shard"] > 1:
         parts.append(f"hsdp{mesh['dp_replicate']}x{mesh['dp_shard']}")

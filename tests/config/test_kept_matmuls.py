@@ -1,10 +1,10 @@
-"""How many of its products each block keeps."""
+"""How many of its matmul outputs each block keeps."""
 
 from __future__ import annotations
 
 import pytest
 
-from titanyaml.config.products import ALL, HALF, NONE, kept
+from titanyaml.config.kept_matmuls import ALL, HALF, NONE, block_levels
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ from titanyaml.config.products import ALL, HALF, NONE, kept
     ],
 )
 def test_a_share_is_spread_evenly_over_the_blocks(share: float, levels: list[int]) -> None:
-    assert kept(share, blocks=4) == levels
+    assert block_levels(share, blocks=4) == levels
 
 
 def test_a_larger_share_keeps_more() -> None:
-    sums = [sum(kept(round(step / 56, 4), blocks=28)) for step in range(57)]
+    sums = [sum(block_levels(round(step / 56, 4), blocks=28)) for step in range(57)]
     assert sums == list(range(57)), "half a block a step"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from titanyaml.config.ranks import world_size
 from titanyaml.config.rules.view import Rule, into, ways
+from titanyaml.config.world import count_ranks
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
@@ -81,7 +81,7 @@ def planned_device_has_rates(c: Any) -> Problem | None:
 
 @rule("runner.name", "cluster", "parallel", "launch")
 def planned_ranks_have_links(c: Any) -> Problem | None:
-    ranks = world_size(c)
+    ranks = count_ranks(c)
     if c.runner.name != "plan" or ranks in (1, None):
         return None
     hosts = ranks > c.cluster.gpus_per_host
