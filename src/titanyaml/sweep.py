@@ -1,8 +1,8 @@
 """The table of what a sweep directory holds.
 
 There is no record of a sweep but its jobs' folders. Each job's folder is named by its overrides and says in status.json
-how it went, so that the same command with the same ``hydra.sweep.dir`` runs what is missing, and the table can be made
-by anybody at any time.
+how it went. So the same command with the same ``hydra.sweep.dir`` runs what is missing, and the table can be made by
+anybody at any time.
 """
 
 from __future__ import annotations
@@ -21,16 +21,25 @@ from rich.table import Table
 
 from titanyaml.rundir import RunDir, atomic_write
 
-COLUMNS = ("overrides", "state", "loss", "validation_loss", "tps", "folder")
+#: Column of the printed table to its heading. sweep.csv has all fields of a row.
+HEADINGS = {
+    "overrides": "overrides",
+    "state": "state",
+    "loss": "loss",
+    "validation_loss": "validation loss",
+    "tps": "tokens/s per device",
+    "folder": "folder",
+}
+_NUMBER_FORMATS = {"loss": ".4f", "validation_loss": ".4f", "tps": ",.0f"}
 
 _directory: Path | None = None
 
 
-class Sweep(Callback):
+class SweepCallback(Callback):
     """Tells this module where the sweep writes (conf/titan_hydra.yaml names it as a callback of Hydra's)."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Remember the sweep directory."""
+        """Remember the sweep directory: after the jobs Hydra hands nothing back that names it."""
         global _directory
         _directory = Path(config.hydra.sweep.dir).absolute()
 
@@ -42,18 +51,18 @@ def directory() -> Path | None:
 
 def rows(sweep_dir: Path) -> list[dict[str, Any]]:
     """One row per job folder, in the order in which the jobs were first started."""
-    found = [_row(path.parent) for path in sweep_dir.glob("*/status.json")]
-    return sorted(found, key=lambda row: (row["started"], row["folder"]))
+    jobs = [_row(path.parent) for path in sweep_dir.glob("*/status.json")]
+    return sorted(jobs, key=lambda row: (row["started"], row["folder"]))
 
 
 def _row(folder: Path) -> dict[str, Any]:
     run = RunDir(folder)
     status, records = run.status(), run.metrics()
-    typed = folder / "overrides.yaml"
-    overrides = yaml.safe_load(typed.read_text())["overrides"] if typed.exists() else []
+    path = folder / "overrides.yaml"
+    overrides = yaml.safe_load(path.read_text())["overrides"] if path.exists() else []
     speeds = [record["tps"] for record in records if "tps" in record]
     state = status.get("state", "unknown")
-    if state == "running" and run.owner() is None:
+    if state == "running" and run.owner() is None:  # killed: nobody was left to write the end
         state = "interrupted"
     return {
         "overrides": overrides,
@@ -62,6 +71,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "step": status.get("step"),
         "loss": _last(records, "loss"),
         "validation_loss": _last(records, "validation_loss"),
+        # the median leaves out the first steps, which compile; a plan has no steps and a tps in its status
         "tps": statistics.median(speeds) if speeds else status.get("tps"),
         "metric": status.get("metric"),
         "reason": status.get("reason"),
@@ -77,41 +87,32 @@ def _last(records: list[dict[str, Any]], name: str) -> float | None:
 
 def report(sweep_dir: Path, console: Console) -> None:
     """Print the table of ``sweep_dir`` and write it to sweep.csv there."""
-    found = rows(sweep_dir)
-    if not found:
-        return
-    atomic_write(sweep_dir / "sweep.csv", _csv(found))
-    console.print(table(found, title=f"{sweep_dir} (sweep.csv)"))
+    if jobs := rows(sweep_dir):
+        atomic_write(sweep_dir / "sweep.csv", _csv(jobs))
+        console.print(table(jobs, title=f"{sweep_dir} (sweep.csv)"))
 
 
-def _csv(found: list[dict[str, Any]]) -> str:
+def _csv(jobs: list[dict[str, Any]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(found[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, fieldnames=list(jobs[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row | {"overrides": " ".join(row["overrides"])} for row in found)
+    writer.writerows(row | {"overrides": " ".join(row["overrides"])} for row in jobs)
     return text.getvalue()
 
 
-def table(found: list[dict[str, Any]], *, title: str) -> Table:
+def table(jobs: list[dict[str, Any]], *, title: str) -> Table:
     """``rows`` for a person: of the overrides only those in which the jobs differ."""
     result = Table(title=title, title_justify="left")
-    for name in COLUMNS:
-        numeric = name in ("loss", "validation_loss", "tps")
-        heading = {"validation_loss": "validation loss", "tps": "tokens/s per device"}.get(name, name)
-        result.add_column(heading, justify="right" if numeric else "left", overflow="fold")
-    common = set.intersection(*(set(row["overrides"]) for row in found)) if len(found) > 1 else set()
-    for row in found:
-        overrides = " ".join(override for override in row["overrides"] if override not in common)
-        result.add_row(
-            overrides or "-",
-            row["state"],
-            _number(row["loss"], ".4f"),
-            _number(row["validation_loss"], ".4f"),
-            _number(row["tps"], ",.0f"),
-            row["folder"],
-        )
+    for name, heading in HEADINGS.items():
+        result.add_column(heading, justify="right" if name in _NUMBER_FORMATS else "left", overflow="fold")
+    # a single job shares nothing with others: its overrides are all shown
+    common = set.intersection(*(set(row["overrides"]) for row in jobs)) if len(jobs) > 1 else set()
+    for row in jobs:
+        differing = " ".join(override for override in row["overrides"] if override not in common) or "-"
+        cells = row | {"overrides": differing}
+        result.add_row(*(_cell(name, cells[name]) for name in HEADINGS))
     return result
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _cell(name: str, value: Any) -> str:
+    return "-" if value is None else format(value, _NUMBER_FORMATS.get(name, ""))

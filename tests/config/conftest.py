@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanyaml.config.hydra import compose_hook, store
-from titanyaml.config.hydra.composition_report import Report, compose_report
+from titanyaml.config.hydra.composition_report import CompositionReport, compose_report
 from titanyaml.errors import Problem
 
 
@@ -23,17 +23,17 @@ def loader() -> compose_hook.Loader:
 
 
 @pytest.fixture
-def report(loader: compose_hook.Loader) -> Callable[..., Report]:
+def report(loader: compose_hook.Loader) -> Callable[..., CompositionReport]:
     """``report("optim.lrr=1")``: the shipped configuration with these overrides."""
 
-    def composed(*overrides: str, multirun: bool = False) -> Report:
+    def composed(*overrides: str, multirun: bool = False) -> CompositionReport:
         return compose_report(list(overrides), loader=loader, multirun=multirun)
 
     return composed
 
 
 @pytest.fixture
-def refused(report: Callable[..., Report]) -> Callable[..., dict[str, Problem]]:
+def refused(report: Callable[..., CompositionReport]) -> Callable[..., dict[str, Problem]]:
     """Problems by key; a key twice is an error of the test's."""
 
     def problems(*overrides: str, multirun: bool = False) -> dict[str, Problem]:
@@ -46,15 +46,16 @@ def refused(report: Callable[..., Report]) -> Callable[..., dict[str, Problem]]:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Callable[..., Report]:
+def mine(tmp_path: Path) -> Callable[..., CompositionReport]:
     """``mine({"experiment/x.yaml": text}, "experiment=x")``: with a folder of the user's own."""
 
-    def composed(files: dict[str, str], *overrides: str, multirun: bool = False) -> Report:
+    def composed(files: dict[str, str], *overrides: str, multirun: bool = False) -> CompositionReport:
         for name, text in files.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return compose_report(list(overrides), config_dir=str(tmp_path), multirun=multirun)
+        loader = compose_hook.main_loader(config_dir=str(tmp_path))
+        return compose_report(list(overrides), loader=loader, multirun=multirun)
 
     return composed
 

@@ -28,7 +28,7 @@ def begun(compose: Compose, tmp_path: Path) -> RunDir:
 
 def changes(compose: Compose, run: RunDir, *overrides: str, global_batch: int = 2) -> set[str]:
     cfg = compose(*BEGUN, *overrides)
-    return set(resume.accept(cfg, dump.to_dataclass(cfg), run, global_batch=global_batch))
+    return set(resume.check_changes(dump.to_dataclass(cfg), dump.to_yaml(cfg), run, global_batch=global_batch))
 
 
 def test_how_far_how_often_and_where_may_change(compose: Compose, begun: RunDir) -> None:
@@ -65,12 +65,12 @@ def test_a_position_in_the_data_counts_sequences_of_one_length(compose: Compose,
 def test_what_a_checkpoint_brings_is_not_typed(compose: Compose) -> None:
     config = dump.to_dataclass(compose("runner=eval", "runner.checkpoint=outputs/a"))
     with pytest.raises(ConfigError) as refused:
-        resume.refuse_what_the_checkpoint_brings(config, ["model.dim=64", "tokenizer=bytes", "data=files"])
+        resume.refuse_checkpoint_keys(config, ["model.dim=64", "tokenizer=bytes", "data=files"])
     assert [(p.key, p.hint) for p in refused.value.problems] == [
         ("model.dim", "leave out model.dim=64"),
         ("tokenizer", "leave out tokenizer=bytes"),
     ]
-    resume.refuse_what_the_checkpoint_brings(config, ["data=files"])
+    resume.refuse_checkpoint_keys(config, ["data=files"])
 
 
 def test_unless_it_is_accepted_by_name(compose: Compose, begun: RunDir) -> None:
@@ -90,8 +90,7 @@ def test_the_mesh_may_change_while_a_step_sees_equally_many_sequences(compose: C
 
 
 def test_a_new_folder_has_nothing_to_differ_from(compose: Compose, tmp_path: Path) -> None:
-    cfg = compose()
-    assert resume.accept(cfg, dump.to_dataclass(cfg), RunDir(tmp_path / "new"), global_batch=1) == {}
+    assert changes(compose, RunDir(tmp_path / "new"), global_batch=1) == set()
 
 
 def test_finished_means_done_and_not_extended(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Thin on purpose: Hydra takes sweepers from this namespace alone, and imports it 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -16,7 +17,7 @@ from omegaconf import DictConfig
 
 
 @dataclass
-class Options:
+class TitanSearchOptions:
     """jobs: how many of the configurations found are run, the fastest first. params: as of Hydra's own sweeper."""
 
     _target_: str = "hydra_plugins.titan_search.TitanSearch"
@@ -24,7 +25,7 @@ class Options:
     params: dict[str, Any] = field(default_factory=dict)
 
 
-ConfigStore.instance().store(group="hydra/sweeper", name="titan_search", node=Options, provider="titanyaml")
+ConfigStore.instance().store(group="hydra/sweeper", name="titan_search", node=TitanSearchOptions, provider="titanyaml")
 
 
 class TitanSearch(Sweeper):
@@ -35,14 +36,18 @@ class TitanSearch(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Called by Hydra."""
-        self.config, self.loader = config, hydra_context.config_loader
+        self.composed, self.config_loader = config, hydra_context.config_loader
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> Any:
         """arguments: the overrides as typed, several values among them."""
-        from titanyaml.runner import search
+        # not above: other Hydra programs import this file, and need neither the planner nor what it imports
+        from titanyaml.config.hydra.compose_hook import Loader
+        from titanyaml.runner import planned_sweep
 
-        given = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
-        return search.run(given, self.config, self.loader, self.launcher, jobs=self.jobs)
+        hydra = self.composed.hydra
+        overrides = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+        loader, folder = Loader(self.config_loader, hydra.job.config_name), Path(hydra.sweep.dir)
+        return planned_sweep.run(overrides, loader, self.launcher, folder=folder, jobs=self.jobs)

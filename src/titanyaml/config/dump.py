@@ -1,9 +1,11 @@
-"""config.yaml: the configuration as it ran, such that it can be run again.
+"""A configuration's three forms: Hydra's composed tree, dataclasses, the text of config.yaml; and its hash.
 
-Two things stay expressions where all else is resolved: ``run.id`` and ``run.dir``, so that a replay is a new run in a
-new folder, and the plugin nodes, and arguments of them, that refer to a group (``ac: ${ac}``), so that an override of
-the group still reaches the plugin. A ``defaults`` list on top brings the schema and Hydra's own settings, which are not
-part of a run's identity.
+``to_dataclass`` and ``to_yaml`` convert the composed tree once, in the command line; everything below works on the
+dataclasses. ``from_yaml`` and ``load`` read config.yaml back.
+
+All of config.yaml is resolved except two kinds of expression. ``run.id`` and ``run.dir`` stay, so that a replay is a
+new run in a new folder. Plugin nodes, or arguments of them, that refer to a group (``ac: ${ac}``) stay, so that an
+override of the group still reaches the plugin. A ``defaults`` list on top brings the schema and Hydra's own settings.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from titanyaml.config import schema
 from titanyaml.errors import ConfigError, Problem
@@ -23,13 +26,16 @@ from titanyaml.errors import ConfigError, Problem
 #: What a replay composes below the file: the typed schema, and the settings of Hydra (conf/titan_hydra.yaml).
 REPLAY_DEFAULTS = ["config_schema", "titan_hydra", "_self_"]
 
-_REFERENCE = re.compile(r"\$\{[A-Za-z_][\w.]*\}")
-_NOT_IDENTITY = ("sweep", "launch")
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+#: Sections that do not change a run's result.
+_NOT_IN_HASH = ("sweep", "launch")
 
 
-def resolved(cfg: DictConfig) -> dict[str, Any]:
-    """The tree as plain values, every interpolation resolved."""
-    return OmegaConf.to_container(cfg, resolve=True)
+def to_dataclass(cfg: DictConfig) -> schema.Config:
+    """The tree as dataclasses, resolved; plugin nodes and ``user`` are plain dicts."""
+    config = _typed(_plain(cfg))
+    config.pipeline.plugins = _plain(cfg.pipeline.plugins)  # with the types that references bring, not as text
+    return config
 
 
 def to_yaml(cfg: DictConfig) -> str:
@@ -41,12 +47,12 @@ def to_yaml(cfg: DictConfig) -> str:
     Raises:
         ConfigError: a value holds ``${`` as text, which would come alive when the file is read.
     """
-    if problems := refuse_live_text(cfg):
+    tree = _plain(cfg)
+    if problems := _live_text(tree):
         raise ConfigError(problems)
-    tree = resolved(cfg)
     tree["run"].update(_run_expressions(cfg))
     plugins = tree["pipeline"]["plugins"]
-    for name, node in OmegaConf.to_container(cfg.pipeline.plugins, resolve=False).items():
+    for name, node in _plain(cfg.pipeline.plugins, resolve=False).items():
         if _is_reference(node):
             plugins[name] = node
         elif isinstance(node, dict):
@@ -54,111 +60,97 @@ def to_yaml(cfg: DictConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create({"defaults": REPLAY_DEFAULTS, **tree}))
 
 
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
-
-
-def _run_expressions(cfg: DictConfig) -> dict[str, str]:
-    """``run.id`` and ``run.dir`` for a replay: what was typed where that gives a new run, else the defaults."""
-    raw = OmegaConf.to_container(cfg.run, resolve=False)
-    default = schema.Run()
-    return {
-        "id": raw["id"] if "${now:" in str(raw["id"]) else default.id,
-        "dir": raw["dir"] if "${run.id}" in str(raw["dir"]) else default.dir,
-    }
-
-
-def refuse_live_text(cfg: DictConfig) -> list[Problem]:
-    """Problems of values that hold ``${`` as text: written to config.yaml they would be read as expressions."""
-    return [
-        Problem(key, f"{value!r} holds '${{', which config.yaml would read as an expression", hint="another text")
-        for key, value in leaves(resolved(cfg)).items()
-        if isinstance(value, str) and "${" in value
-    ]
-
-
-def read(path: Path, *, run_id: str, run_dir: str) -> DictConfig:
-    """The typed tree of the config.yaml at ``path``, as the run ``run_id`` in ``run_dir``."""
-    return parse(path.read_text(encoding="utf-8"), run_id=run_id, run_dir=run_dir)
-
-
-def parse(text: str, *, run_id: str, run_dir: str) -> DictConfig:
-    """The same for the text of a config.yaml."""
-    tree = OmegaConf.create(text)
-    with open_dict(tree):
-        tree.pop("defaults", None)
-    cfg = OmegaConf.merge(OmegaConf.structured(schema.Config), tree)
+def from_yaml(text: str, *, run_id: str, run_dir: str) -> schema.Config:
+    """The configuration of a config.yaml, as the run ``run_id`` in ``run_dir``."""
+    tree = cast(DictConfig, OmegaConf.create(text))
+    tree.pop("defaults", None)  # of Hydra: what a replay composes the file with
+    # typed before it is resolved: the file may lack keys that this version's schema has
+    cfg = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(schema.Config), tree))
     cfg.run.id, cfg.run.dir = run_id, run_dir
-    return cfg
+    return to_dataclass(cfg)
 
 
 def load(path: Path, *, run_id: str, run_dir: str) -> schema.Config:
-    """``read`` as plain dataclasses: what ranks work with."""
-    return to_dataclass(read(path, run_id=run_id, run_dir=run_dir))
+    """``from_yaml`` of a file."""
+    return from_yaml(path.read_text(encoding="utf-8"), run_id=run_id, run_dir=run_dir)
 
 
-def to_dataclass(cfg: DictConfig) -> schema.Config:
-    """The tree as dataclasses, resolved; plugin nodes and ``user`` as plain dicts."""
-    typed = OmegaConf.merge(OmegaConf.structured(schema.Config), resolved(cfg))
-    config = OmegaConf.to_object(typed)
-    config.pipeline.plugins = resolved(cfg.pipeline.plugins)
-    return config
+def plugin_references(text: str) -> dict[str, str]:
+    """Keys below ``pipeline.plugins`` of a config.yaml that only repeat another: ``pipeline.plugins.ac`` -> ``ac``."""
+    nodes = yaml.safe_load(text)["pipeline"]["plugins"]
+    values = {f"pipeline.plugins.{key}": value for key, value in leaves(nodes).items()}
+    return {key: match[1] for key, value in values.items() if (match := _REFERENCE.fullmatch(str(value)))}
 
 
-def config_hash(cfg: DictConfig) -> str:
-    """SHA-256 of the resolved tree without what does not change a result: run.id, run.dir, sweep.*, launch.*."""
-    return _hash(resolved(cfg))
+def config_hash(config: schema.Config) -> str:
+    """SHA-256 of the configuration without what does not change a result: run.id, run.dir, sweep.*, launch.*."""
+    tree = {name: node for name, node in dataclasses.asdict(config).items() if name not in _NOT_IN_HASH}
+    tree["run"] = {name: value for name, value in tree["run"].items() if name not in ("id", "dir")}
+    return hashlib.sha256(json.dumps(_with_text_keys(tree), sort_keys=True).encode()).hexdigest()
 
 
-def dataclass_hash(config: schema.Config) -> str:
-    """``config_hash`` of a tree of dataclasses."""
-    return _hash(dataclasses.asdict(config))
+def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ: (old value, new value); an absent one is null."""
+    before, after = leaves(old), leaves(new)
+    return {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}
 
 
-def _hash(tree: dict[str, Any]) -> str:
-    kept = {name: node for name, node in tree.items() if name not in _NOT_IDENTITY}
-    kept["run"] = {name: value for name, value in tree["run"].items() if name not in ("id", "dir")}
-    return hashlib.sha256(json.dumps(_string_keys(kept), sort_keys=True).encode()).hexdigest()
+def changes_since(path: Path, config: schema.Config) -> dict[str, tuple[Any, Any]]:
+    """How ``config`` differs from the config.yaml at ``path``; the run's own id and folder are no difference.
 
-
-def _string_keys(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {str(name): _string_keys(value) for name, value in node.items()}
-    if isinstance(node, list):
-        return [_string_keys(value) for value in node]
-    return node if isinstance(node, str | int | float | bool | None) else str(node)
+    Raises:
+        ConfigError: the file cannot be read as a configuration of this version.
+    """
+    try:
+        old = load(path, run_id=config.run.id, run_dir=config.run.dir)
+    except Exception as error:  # OmegaConf, PyYAML and the schema each have exceptions of their own
+        raise ConfigError(f"{path} is not a configuration of this version: {error}", key="run.dir") from error
+    return changes(dataclasses.asdict(old), dataclasses.asdict(config))
 
 
 def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key to value; a list, an empty dict and null are values."""
     if not isinstance(node, dict) or not node:
         return {prefix: node}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in node.items():
-        found.update(leaves(value, f"{prefix}.{name}" if prefix else str(name)))
-    return found
+        values.update(leaves(value, f"{prefix}.{name}" if prefix else str(name)))
+    return values
 
 
-def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ: (old value, new value); an absent one is null."""
-    before, after = leaves(old), leaves(new)
-    keys = [*before, *(key for key in after if key not in before)]
-    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+def _plain(cfg: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=resolve))
 
 
-def diff(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """``changes`` as lines to read."""
-    return [f"{key}: {was!r} -> {now!r}" for key, (was, now) in changes(old, new).items()]
+def _typed(tree: dict[str, Any]) -> schema.Config:
+    return cast(schema.Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema.Config), tree)))
 
 
-def changed(cfg: DictConfig, path: Path) -> dict[str, tuple[Any, Any]]:
-    """How ``cfg`` differs from the config.yaml at ``path``; the same run's id and folder are no difference.
+def _live_text(tree: dict[str, Any]) -> list[Problem]:
+    return [
+        Problem(key, f"{value!r} holds '${{', which config.yaml would read as an expression", hint="another text")
+        for key, value in leaves(tree).items()
+        if isinstance(value, str) and "${" in value
+    ]
 
-    Raises:
-        ConfigError: the file cannot be read as a configuration of this version.
-    """
-    try:
-        old = resolved(read(path, run_id=cfg.run.id, run_dir=cfg.run.dir))
-    except Exception as error:
-        raise ConfigError(f"{path} is not a configuration of this version: {error}", key="run.dir") from error
-    return changes(old, resolved(cfg))
+
+def _run_expressions(cfg: DictConfig) -> dict[str, str]:
+    """``run.id`` and ``run.dir`` for a replay: the user's patterns where they give a new run, else the defaults."""
+    literal, default = _plain(cfg.run, resolve=False), schema.Run()
+    return {
+        "id": literal["id"] if "${now:" in str(literal["id"]) else default.id,
+        "dir": literal["dir"] if "${run.id}" in str(literal["dir"]) else default.dir,
+    }
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+
+
+def _with_text_keys(node: Any) -> Any:
+    """A copy that JSON can sort: ``user`` may have numbers among its keys."""
+    if isinstance(node, dict):
+        return {str(name): _with_text_keys(value) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_with_text_keys(value) for value in node]
+    return node if isinstance(node, str | int | float | bool | None) else str(node)

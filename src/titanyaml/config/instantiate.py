@@ -25,18 +25,18 @@ def locate(target: str) -> Any:
     """
     parts = target.split(".")
     for length in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:length])
+        path = ".".join(parts[:length])
         try:
-            found = importlib.import_module(name)
+            value = importlib.import_module(path)
         except ModuleNotFoundError as error:
-            if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            if error.name and (path == error.name or path.startswith(f"{error.name}.")):
                 continue  # this part of the path is no module: a class, perhaps
-            raise
+            raise  # a module that it imports is missing
         for attribute in parts[length:]:
-            if not hasattr(found, attribute):
-                raise ConfigError(f"{name} has no {attribute!r}", key="_target_")
-            found, name = getattr(found, attribute), f"{name}.{attribute}"
-        return found
+            if not hasattr(value, attribute):
+                raise ConfigError(f"{path} has no {attribute!r}", key="_target_")
+            value, path = getattr(value, attribute), f"{path}.{attribute}"
+        return value
     raise ConfigError(
         f"no module {'.'.join(parts[:-1]) or target!r}",
         key="_target_",
@@ -60,7 +60,7 @@ def instantiate(node: dict[str, Any], **kwargs: Any) -> Any:
     try:
         return hydra_instantiate(arguments, _convert_="all", **kwargs)
     except InstantiationException as error:
-        if isinstance(error.__cause__, TitanError):
-            raise error.__cause__ from error
-        reason = error.__cause__ or error
-        raise ConfigError(f"{node.get('_target_')}: {type(reason).__name__}: {reason}", key="_target_") from error
+        cause = error.__cause__ or error
+        if isinstance(cause, TitanError):
+            raise cause from error
+        raise ConfigError(f"{node.get('_target_')}: {type(cause).__name__}: {cause}", key="_target_") from error

@@ -1,10 +1,8 @@
-"""How a configuration key is written: its default, one line about it, and what the whole-tree check enforces.
+"""How a configuration key is declared: its default, its documentation, and what the checks enforce.
 
-``key(...)`` attaches what ``config/tree_check.py`` enforces beyond the type: legal choices, the range, and ``when``:
-the sibling key and the values for which this key is read at all. A key set to something other than its default while its
-``when`` does not hold is refused: nothing that was typed is ignored.
-
-No tuples, no enums: OmegaConf 2.3 and 2.4 treat them differently.
+``key(...)`` stores the metadata in the dataclass field. ``config/tree_check.py`` enforces choices, range and ``when``;
+``launch/resume.py`` reads ``resume``. A key set to something other than its default while its ``when`` does not hold
+is refused, so that nothing the user typed is ignored.
 """
 
 from __future__ import annotations
@@ -12,31 +10,37 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-MISSING = "???"
+MISSING = "???"  # OmegaConf's mark of a required value
 MAX_RANKS = 2**20
 
 
+# No tuples and no enums in the schema: OmegaConf 2.3 and 2.4 treat them differently.
 def key(
     default: Any,
     doc: str,
     *,
-    choices: list | None = None,
+    choices: list[Any] | None = None,
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
     below: float | None = None,
-    when: tuple[str, list] | None = None,
+    when: tuple[str, list[Any]] | None = None,
+    resume: str | None = None,
 ) -> Any:
     """A configuration key.
 
     Args:
-        default: its default (lists and dicts are copied).
+        default: its default; lists and dicts are copied, a class is called.
         doc: one line: meaning, unit, what the default does.
         choices: the only legal values.
         low, high: inclusive bounds. above, below: exclusive bounds.
         when: (sibling key, values of it for which this key is read).
+        resume: whether a resumed run may have another value. ``free``: yes. ``equal_batch``: as long as a step sees
+            equally many sequences. ``fixed``: never. None: only if ``checkpoint.accept_changes`` names it. On a section
+            it holds for all its keys.
     """
-    metadata = {"doc": doc, "choices": choices, "low": low, "above": above, "high": high, "below": below, "when": when}
+    metadata = {"doc": doc, "choices": choices, "low": low, "above": above, "high": high, "below": below}
+    metadata |= {"when": when, "resume": resume}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
     if isinstance(default, type):

@@ -6,11 +6,12 @@ import re
 from typing import Any
 
 from titanyaml.config import schema
-from titanyaml.config.schema_keys import keys_of, nearest
+from titanyaml.config.schema_keys import is_under, keys_of, nearest
 from titanyaml.config.targets import check_target
 from titanyaml.errors import Problem
 
 _SECTION_REFERENCE = re.compile(r"\$\{(\w+)\}")
+_DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def check_plugins(values: dict[str, Any], literal: dict[str, Any], bad: set[str]) -> list[Problem]:
@@ -25,66 +26,49 @@ def check_plugins(values: dict[str, Any], literal: dict[str, Any], bad: set[str]
     for name, node in nodes.items():
         reference = _SECTION_REFERENCE.fullmatch(str(written.get(name)))
         key = reference[1] if reference else f"pipeline.plugins.{name}"
-        if not any(one == key or one.startswith(f"{key}.") for one in bad):
-            problems += _check_node(name, node, key, typed=bool(reference))
+        if not any(is_under(bad_key, (key,)) for bad_key in bad):
+            problems += _check_node(name, node, key, is_section=bool(reference))
     return problems
 
 
-def _check_node(name: str, node: Any, key: str, *, typed: bool) -> list[Problem]:
+def _check_node(name: str, node: Any, key: str, *, is_section: bool) -> list[Problem]:
     if not isinstance(node, dict) or "_target_" not in node:
-        section = keys_of(schema.Config).get(name)
-        if section is not None and isinstance(node, dict):
+        if isinstance(node, dict) and name in keys_of(schema.Config):
+            # ++pipeline.plugins.ac.mode=full has replaced the reference to the group
             hint = " ".join(f"{name}.{inner}={value}" for inner, value in node.items())
         else:
             hint = f"{key}._target_=package.module.Class or {key}._target_=null"
-        return [
-            Problem(
-                key,
-                f"a plugin node without _target_: {node!r}",
-                hint=hint,
-                allowed="_target_ and the arguments of that class; _target_: null is off",
-            )
-        ]
-    problems = [] if typed else check_reserved_keys(node, key)
+        allowed = "_target_ and the arguments of that class; _target_: null is off"
+        return [Problem(key, f"a plugin node without _target_: {node!r}", allowed=allowed, hint=hint)]
+    problems = [] if is_section else check_reserved_keys(node, key)  # the schema has checked a section's own
     target = node["_target_"]
     if target is None:
         return problems
-    if not isinstance(target, str) or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", target):
-        problems.append(Problem(f"{key}._target_", f"is {target!r}", allowed="package.module.Class, or null for off"))
-        return problems
+    if not isinstance(target, str) or not _DOTTED_PATH.fullmatch(target):
+        allowed = "package.module.Class, or null for off"
+        return [*problems, Problem(f"{key}._target_", f"is {target!r}", allowed=allowed)]
     arguments = [argument for argument in node if not argument.startswith("_")]
     return problems + check_target(target, key=key, arguments=arguments)
 
 
 def check_reserved_keys(node: dict[str, Any], key: str) -> list[Problem]:
     """Keys with a leading underscore order the node; they are those of schema.PluginNode."""
-    known = keys_of(schema.PluginNode)
+    reserved = keys_of(schema.PluginNode)
     problems = []
     for name, value in node.items():
+        path, wrong_value = f"{key}.{name}", f"is {value!r}"
         if not str(name).startswith("_") or name == "_target_":
             continue
-        if name not in known:
-            near = nearest(name, known)
-            problems.append(
-                Problem(
-                    f"{key}.{name}",
-                    "unknown reserved key",
-                    allowed=", ".join(known),
-                    hint=f"{key}.{near[0]}={value}" if near else "",
-                )
-            )
-        elif known[name].kind == list[str]:
-            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-                problems.append(
-                    Problem(
-                        f"{key}.{name}",
-                        f"is {value!r}",
-                        allowed="a list of node names",
-                        hint=f"{key}.{name}=[{value}]" if isinstance(value, str) else "",
-                    )
-                )
+        if name not in reserved:
+            similar = nearest(name, reserved)
+            hint = f"{key}.{similar[0]}={value}" if similar else ""
+            problems.append(Problem(path, "unknown reserved key", allowed=", ".join(reserved), hint=hint))
+        elif reserved[name].kind == list[str]:
+            if not isinstance(value, list) or not all(isinstance(node_name, str) for node_name in value):
+                hint = f"{path}=[{value}]" if isinstance(value, str) else ""
+                problems.append(Problem(path, wrong_value, allowed="a list of node names", hint=hint))
         elif value is not None and not isinstance(value, str):
-            problems.append(Problem(f"{key}.{name}", f"is {value!r}", allowed="a text, or null"))
+            problems.append(Problem(path, wrong_value, allowed="a text, or null"))
     return problems
 
 

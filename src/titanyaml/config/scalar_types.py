@@ -1,4 +1,4 @@
-"""Types of single values: conversion, and how they and their legal values are spelled."""
+"""Types of single values: conversion, how a value is typed, and its legal values in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from titanyaml.config import schema
 from titanyaml.config.schema_keys import Key
 
-BAD: Any = object()  # stands for a value that has a problem
+_BOOL_WORDS = {"on": "true", "yes": "true", "1": "true", "off": "false", "no": "false", "0": "false"}
+BAD: Any = object()  # stands for a value that has a problem: None is a legal value
 
 
 def spell(value: Any) -> str:
@@ -25,14 +26,15 @@ def assign(key: str, value: Any) -> str:
 
 
 def to_kind(kind: Any, value: Any) -> Any:
-    """The value in a scalar type, BAD where it has another."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    """The value in a scalar type, BAD if it has another."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)  # bool is a subclass of int
     if kind is int and number and math.isfinite(value) and value == int(value):
         return int(value)
     if kind is float and number and math.isfinite(value):
         return float(value)
     if kind is bool and isinstance(value, bool):
         return value
+    # YAML reads run.id=2024 as a number; a float would not be spelled as it was typed (1e3)
     if kind is str and (isinstance(value, str) or (number and isinstance(value, int))):
         return str(value)
     return BAD
@@ -62,12 +64,12 @@ def _bound(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def kind_hint(key: Key, value: Any, path: str) -> str:
-    """What to type instead of a value of the wrong type, where it can be guessed."""
+def type_hint(key: Key, value: Any, path: str) -> str:
+    """What to type instead of a value of the wrong type, "" if that cannot be guessed."""
     if key.kind is int and isinstance(value, float) and math.isfinite(value):
         return f"{path}={math.floor(value)} or {path}={math.ceil(value)}"
-    if key.kind is bool and str(value).lower() in ("on", "yes", "1", "off", "no", "0"):
-        return f"{path}={'true' if str(value).lower() in ('on', 'yes', '1') else 'false'}"
+    if key.kind is bool and str(value).lower() in _BOOL_WORDS:
+        return f"{path}={_BOOL_WORDS[str(value).lower()]}"
     if key.kind is str and not isinstance(value, dict | list):
         return f"'{path}=\"{spell(value)}\"'"
     return ""

@@ -1,4 +1,4 @@
-"""The keys of the schema, and the nearest one to what was typed."""
+"""The keys of the schema by name, and the nearest one to a wrong name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from titanyaml.config import schema
 
-#: What torchtitan, Megatron and Lightning call a key of ours.
-ELSEWHERE = {
+#: Names of torchtitan, Megatron and Lightning, with our key.
+FOREIGN_NAMES = {
     "tensor_parallel_degree": "parallel.tp",
     "tensor_model_parallel_size": "parallel.tp",
     "tensor_parallel_size": "parallel.tp",
@@ -37,7 +37,7 @@ class Key:
     """One field of the schema.
 
     Args:
-        name: of the field. kind: its type without ``| None``. optional: null is legal.
+        kind: its type without ``| None``. optional: null is legal.
         default: literal default. rules: the metadata that ``keys.key`` attached.
     """
 
@@ -59,26 +59,27 @@ def keys_of(section: type) -> dict[str, Key]:
     return {field.name: _key(field, hints[field.name]) for field in dataclasses.fields(section)}
 
 
-def _key(field: dataclasses.Field, hint: Any) -> Key:
+def _key(field: dataclasses.Field[Any], hint: Any) -> Key:
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kinds = [member for member in members if member is not type(None)]
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()  # keys.key gives every field one of them
     return Key(field.name, kinds[0], len(kinds) < len(members), default, field.metadata)
 
 
 @cache
 def all_keys(section: type = schema.Config, prefix: str = "") -> tuple[str, ...]:
     """All dotted keys, sections included."""
-    found: list[str] = []
+    keys: list[str] = []
     for name, key in keys_of(section).items():
-        found.append(prefix + name)
+        keys.append(prefix + name)
         if key.is_section:
-            found += all_keys(key.kind, f"{prefix}{name}.")
-    return tuple(found)
+            keys += all_keys(key.kind, f"{prefix}{name}.")
+    return tuple(keys)
 
 
 def find_key(dotted: str) -> Key | None:
-    """The schema's field of that name, None where there is none; a key inside ``user`` finds ``user``."""
+    """The schema's field of that name, None if there is none; a key inside ``user`` finds ``user``."""
     section: Any = schema.Config
     key = None
     for name in dotted.split("."):
@@ -91,33 +92,39 @@ def find_key(dotted: str) -> Key | None:
     return key
 
 
+def is_under(key: str, names: Iterable[str]) -> bool:
+    """Whether ``key`` is one of ``names`` or below one of them."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
 def nearest(name: str, names: Iterable[str], *, count: int = 1) -> list[str]:
-    """Names that begin with it, the shortest first, then the most similar, in capitals or not; empty where nothing is
-    similar."""
-    known = {one.casefold(): one for one in names}
+    """Up to ``count`` similar names, whatever the case: those that begin with ``name``, shortest first, then by
+    similarity."""
+    by_lower_case = {candidate.casefold(): candidate for candidate in names}
     name = name.casefold()
-    longer = sorted((one for one in known if len(name) > 2 and one.startswith(name)), key=len)
-    near = longer + [one for one in difflib.get_close_matches(name, known, n=count, cutoff=0.6) if one not in longer]
-    return [known[one] for one in near[:count]]
+    longer = [candidate for candidate in by_lower_case if len(name) > 2 and candidate.startswith(name)]
+    similar = difflib.get_close_matches(name, by_lower_case, n=count, cutoff=0.6)
+    ranked = dict.fromkeys([*sorted(longer, key=len), *similar])  # without repeats
+    return [by_lower_case[candidate] for candidate in ranked][:count]
 
 
 def nearest_key(dotted: str) -> str:
-    """The schema's key that was probably meant, "" where nothing is near.
+    """The schema's key that was probably meant, "" if nothing is near.
 
-    First what other tools call so, then a similar name in the same section, then the same name in the section that was
-    probably meant, then the same name anywhere (without a section: at once), then the most similar dotted key.
+    Tried in turn: another tool's name for it, a similar name in the same section, the same name in the section that
+    was probably meant, the same name anywhere (at once for a name without a section), the most similar dotted key.
     """
     parent, _, leaf = dotted.rpartition(".")
     prefix = f"{parent}." if parent else ""
-    known = all_keys()
-    if leaf in ELSEWHERE:
-        return ELSEWHERE[leaf]
-    elsewhere = [key for key in known if key.rpartition(".")[2] == leaf]
-    if not parent and elsewhere:
-        return elsewhere[0]
-    siblings = [key for key in known if key.startswith(prefix) and "." not in key[len(prefix) :]]
-    if near := nearest(leaf, [key[len(prefix) :] for key in siblings]):
-        return prefix + near[0]
-    if parent and parent not in known and (inside := f"{nearest_key(parent)}.{leaf}") in known:
+    keys = all_keys()
+    if leaf in FOREIGN_NAMES:
+        return FOREIGN_NAMES[leaf]
+    same_name = [key for key in keys if key.rpartition(".")[2] == leaf]
+    if not parent and same_name:
+        return same_name[0]
+    siblings = [key[len(prefix) :] for key in keys if key.startswith(prefix) and "." not in key[len(prefix) :]]
+    if similar := nearest(leaf, siblings):
+        return prefix + similar[0]
+    if parent and parent not in keys and (inside := f"{nearest_key(parent)}.{leaf}") in keys:
         return inside
-    return (elsewhere or nearest(dotted, known) or [""])[0]
+    return (same_name or nearest(dotted, keys) or [""])[0]

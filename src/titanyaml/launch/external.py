@@ -1,8 +1,8 @@
 """Join the ranks that torchrun started (``launch=external``, noticed by itself).
 
 Every rank composes the configuration, because torchrun starts the command line once per rank. Only rank 0's counts: it
-alone claims the run directory and writes the records, and hands its config.yaml to the others, so that clocks and
-file systems that differ between hosts cannot make the ranks disagree.
+alone claims the run directory and writes the records, and hands its config.yaml to the others. So clocks and file
+systems that differ between hosts cannot make the ranks disagree.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
 from titanyaml.config import dump
 from titanyaml.distributed import signals
 from titanyaml.errors import LaunchError, TitanError
-from titanyaml.launch import failure, rank
-from titanyaml.launch.job import Job, Typed, open_job, record_failure
+from titanyaml.launch import failure, job, rank
+from titanyaml.launch.job import ClaimedRun, RequestedRun
 from titanyaml.rundir import RunDir
 
 if TYPE_CHECKING:
     from titanyaml.distributed.env import Env
 
-#: What Hydra must not do on ranks other than 0.
+#: Ranks other than 0 must not write Hydra's folders and logs.
 _SILENT_RANK = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 
 
 def inside_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is a rank that somebody else started."""
+    """Whether this process is a rank that torchrun, or another launcher, started."""
     return "RANK" in environ and "WORLD_SIZE" in environ
 
 
@@ -47,9 +45,9 @@ def hydra_arguments(arguments: list[str], environ: Mapping[str, str] = os.enviro
         raise sweep_refusal()
     added = ["launch.kind=external"]
     # an elastic restart is a new process with a new clock: only torchrun's own id finds the run again
-    restarts, job = environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), environ.get("TORCHELASTIC_RUN_ID", "none")
-    if restarts != "0" and job != "none" and not any(argument.startswith("run.id=") for argument in arguments):
-        added.append(f"run.id={job}")
+    restarts, job_id = environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), environ.get("TORCHELASTIC_RUN_ID", "none")
+    if restarts != "0" and job_id != "none" and not any(argument.startswith("run.id=") for argument in arguments):
+        added.append(f"run.id={job_id}")
     return [*arguments, *added, *(_SILENT_RANK if environ["RANK"] != "0" else ())]
 
 
@@ -63,7 +61,7 @@ def sweep_refusal() -> LaunchError:
 
 
 def refuse_without_torchrun(kind: str) -> None:
-    """Raise LaunchError where ``launch.kind`` (``kind``) waits for ranks that nobody has started."""
+    """Raise LaunchError if ``launch.kind`` (``kind``) waits for ranks that nobody has started."""
     if kind == "external":
         raise LaunchError(
             "external joins ranks that torchrun has started, and this process is not one",
@@ -72,78 +70,81 @@ def refuse_without_torchrun(kind: str) -> None:
         )
 
 
-def run(cfg: DictConfig, folder: Path, typed: Typed) -> float | None:
-    """Run ``cfg`` as one rank of the group.
+def run(request: RequestedRun) -> float | None:
+    """Run as one rank of the group.
+
+    A failure ends the process here, with the exit code that it means (torchrun itself exits with 1).
 
     Returns:
         The metric; on rank 0 of a run that was finished before, the recorded one.
-
-    A failure ends the process here, with the exit code that it means (torchrun itself exits with 1).
     """
     number = int(os.environ["RANK"])
     rank.configure_logging(number)
     signals.install()
-    config = dump.to_dataclass(cfg)
-    where: RunDir | None = None
+    run_dir: RunDir | None = None
     try:
-        env = rank.join(config)
-        job = _agree(cfg, folder, typed, env)
-        where = job.run
-        if job.finished:
+        env = rank.join(request.config)
+        claimed = _claim_together(request, env)
+        run_dir = claimed.run
+        if claimed.is_finished:
             rank.leave_group(env)
             if env.is_main:
-                print(f"{job.run.path} is finished; nothing to do", file=sys.stderr)
-            return job.run.status().get("metric")
-        code = rank.perform(job.config, job.run, env)
+                print(f"{run_dir.path} is finished; nothing to do", file=sys.stderr)
+            return run_dir.status().get("metric")
+        exit_code = rank.perform(claimed.config, run_dir, env)
     except BaseException as error:  # noqa: BLE001 - a rank must leave at once, its peers may be waiting for it
-        rank.leave(_told(error, where, number))
+        rank.leave(_report(error, run_dir, number))
     if env.is_main:
-        job.run.release()
-    if code:
-        rank.leave(code)
-    return job.run.status().get("metric")
+        run_dir.release()
+    if exit_code:
+        rank.leave(exit_code)
+    return run_dir.status().get("metric")
 
 
-def _agree(cfg: DictConfig, folder: Path, typed: Typed, env: Env) -> Job:
-    """Rank 0 opens the job, all ranks get it; what rank 0 was refused is raised on all."""
-    from titanyaml.distributed import comm
+def _claim_together(request: RequestedRun, env: Env) -> ClaimedRun:
+    """Rank 0 claims the run, all ranks get it; an error of rank 0 is raised on all."""
+    from titanyaml.distributed import comm  # torch
 
-    opened, refused = None, None
+    claimed: ClaimedRun | None = None
+    error: TitanError | None = None
     if env.is_main:
         try:
-            opened = open_job(cfg, folder, ranks=env.world_size, typed=typed)
-        except TitanError as error:
-            refused = error
-    told = opened and (str(opened.run.path), opened.run.generation, opened.run_id, opened.text, opened.finished)
-    told, refused = comm.broadcast_object((told, refused), env)
-    if refused is not None:
-        raise refused
-    if env.is_main:
-        return opened
-    path, generation, run_id, text, finished = told
-    config = dump.to_dataclass(dump.parse(text, run_id=run_id, run_dir=path))
-    return Job(config, RunDir(path, generation=generation), run_id, text, finished)
+            claimed = job.claim(request, ranks=env.world_size)
+        except TitanError as refusal:
+            error = refusal
+    # a RunDir cannot travel, a thread of this process keeps its lease: the others get what names it
+    message = claimed and (str(claimed.run.path), claimed.run.generation, claimed.config.run.id, claimed.text)
+    is_finished = claimed is not None and claimed.is_finished
+    message, is_finished, error = comm.broadcast_object((message, is_finished, error), env)
+    if error is not None:
+        raise error
+    if claimed is not None:
+        return claimed
+    assert message is not None
+    path, generation, run_id, text = message
+    config = dump.from_yaml(text, run_id=run_id, run_dir=path)
+    return ClaimedRun(config, RunDir(path, generation=generation), text, is_finished)
 
 
-def _told(error: BaseException, run: RunDir | None, number: int) -> int:
-    """Tell the error once, leave it for torchrun and in the run directory; the exit code."""
-    found = failure.of_exception(error, rank=number)
-    _tell_torchrun(error)
+def _report(error: BaseException, run: RunDir | None, number: int) -> int:
+    """Print the error once, record it for torchrun and in the run directory; the exit code."""
+    own_failure = failure.of_exception(error, rank=number)
+    _write_torchrun_error(error)
     if run is None:
         if number == 0:
             print(error if isinstance(error, TitanError) else traceback.format_exc(), file=sys.stderr)
-        return found.exit_code
-    failure.write(found, run.path)
+        return own_failure.exit_code
+    failure.write(own_failure, run.path)
     if number == 0:
-        time.sleep(1.0 if found.lost_peer else 0.0)  # let the peer that is the cause write its own
+        time.sleep(1.0 if own_failure.lost_peer else 0.0)  # let the peer that is the cause write its own
         cause = failure.earliest(failure.collect(run.path))
-        record_failure(run, cause)
+        job.record_failure(run, cause)
         print(cause.text(), file=sys.stderr)
         run.release()
-    return found.exit_code
+    return own_failure.exit_code
 
 
-def _tell_torchrun(error: BaseException) -> None:
+def _write_torchrun_error(error: BaseException) -> None:
     """What torchrun prints in its summary, in the format of its error file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

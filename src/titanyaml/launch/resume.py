@@ -1,68 +1,41 @@
-"""May a configuration go on with a run that another one began?
+"""Decide whether a configuration may continue a run that another configuration began.
 
-What only says how far, how often, how fast or where may change freely. What changes the mathematics may not, unless
-``checkpoint.accept_changes`` names it. The mesh and the batches may change as long as a step still sees equally many
-sequences.
+Each key of the schema says so itself (``resume`` in ``config/keys.py``): what only says how far, how often, how fast or
+where may change; what changes the mathematics may not, unless ``checkpoint.accept_changes`` names it; the mesh and the
+batches may change as long as a step still sees equally many sequences.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from omegaconf import DictConfig
-
 from titanyaml.config import dump
 from titanyaml.config.checkpoint_config import override_key
 from titanyaml.config.schema import Config
+from titanyaml.config.schema_keys import find_key, is_under
 from titanyaml.errors import ConfigError, Problem
 from titanyaml.rundir import RunDir
 
-#: Keys, and groups of keys, that may differ.
-FREE = (
-    "train.steps",
-    "train.log_every",
-    "train.gc_every",
-    "validation",
-    "checkpoint",
-    "tracker",
-    "hardware",
-    "launch",
-    "sweep",
-    "user",
-    "ac",
-    "pipeline.plugins.ac",
-    "loss.chunk_tokens",
-    "optim.master",
-    "pipeline.plugins.fsdp.master",
-    "data.prefetch",
-    "data.cache_dir",
-    "profile",
-    "compile.cache_dir",
-    "pipeline.plugins.compile.cache_dir",
-    "parallel.fsdp_reshard_after_forward",
-    "pipeline.plugins.fsdp.reshard_after_forward",
-    "parallel.fsdp_reuse_memory",
-    "pipeline.plugins.fsdp.reuse_memory",
-)
-#: Keys that a saved position in the data depends on: nothing can accept another value.
-FIXED = ("train.seq_len",)
 #: Groups that a checkpoint brings along for the runners that read one.
-BROUGHT = ("model", "tokenizer")
-#: Keys that may differ where the sequences of a step stay equally many.
-FREE_WITH_EQUAL_BATCH = ("parallel", "train.local_batch", "train.global_batch")
+FROM_CHECKPOINT = ("model", "tokenizer")
 
 
-def under(key: str, names: tuple[str, ...] | list[str]) -> bool:
-    """Whether ``key`` is one of ``names`` or below one of them."""
-    return any(key == name or key.startswith(f"{name}.") for name in names)
+def resume_rule(key: str) -> str | None:
+    """``resume`` of a dotted key, or of the innermost section around it that has one."""
+    while key:
+        field = find_key(key)
+        if field is not None and field.rules["resume"] is not None:
+            return str(field.rules["resume"])
+        key = key.rpartition(".")[0]
+    return None
 
 
-def accept(cfg: DictConfig, config: Config, run: RunDir, *, global_batch: int) -> dict[str, tuple[Any, Any]]:
-    """How ``cfg`` differs from what ``run`` recorded: dotted key to (old, new), empty for a new folder.
+def check_changes(config: Config, text: str, run: RunDir, *, global_batch: int) -> dict[str, tuple[Any, Any]]:
+    """How ``config`` differs from what ``run`` recorded: dotted key to (old, new), empty for a new folder.
 
     Args:
-        config: ``cfg`` as dataclasses.
-        global_batch: sequences of a step under ``cfg``.
+        text: of the new config.yaml.
+        global_batch: sequences of a step under ``config``.
 
     Raises:
         ConfigError: a difference that would make the rest of the run another run.
@@ -76,43 +49,58 @@ def accept(cfg: DictConfig, config: Config, run: RunDir, *, global_batch: int) -
                 hint=f"put the file back, or another run.id and checkpoint.resume={run.path}",
             )
         return {}
-    changes = dump.changed(cfg, path)
+    changes = dump.changes_since(path, config)
+    references = dump.plugin_references(path.read_text(encoding="utf-8")) | dump.plugin_references(text)
     accepted = config.checkpoint.accept_changes
-    free = [*FREE, *FREE_WITH_EQUAL_BATCH, *accepted]
-    refused = {
-        key: (f"is {new!r}, but {run.path} was begun with {old!r}", f"{key}={old}")
-        for key, (old, new) in changes.items()
-        if under(key, FIXED) or not under(key, free)
-    }
-    begun_with = run.status().get("global_batch", global_batch)
-    if begun_with != global_batch and not under("train.global_batch", accepted):
-        # told by what matters, whichever of the batch and mesh keys it came from
-        words = f"a step would see {global_batch} sequences, but {run.path} was begun with {begun_with}"
-        refused["train.global_batch"] = words, f"train.global_batch={begun_with} (on any mesh)"
-    acceptable = [*accepted, *(key for key in refused if not under(key, FIXED))]
-    accept = f", or 'checkpoint.accept_changes=[{','.join(acceptable)}]'"
-    problems = [
-        Problem(key, words, hint=f"{way_out}, another run.id{'' if under(key, FIXED) else accept}")
-        for key, (words, way_out) in refused.items()
-    ]
-    if problems:
-        raise ConfigError(problems)
+    refused: dict[str, tuple[str, str]] = {}  # key -> (message, what to type for the old value)
+    for changed_key, (old, new) in changes.items():
+        key = _referred_key(changed_key, references)
+        rule = resume_rule(key)
+        if rule == "fixed" or not (rule or is_under(key, accepted) or is_under(changed_key, accepted)):
+            # one problem a value: a plugin's argument that only repeats a changed key is that key's problem
+            key = key if key in changes else changed_key
+            refused[key] = f"is {new!r}, but {run.path} was begun with {old!r}", f"{key}={old}"
+    old_batch = run.status().get("global_batch", global_batch)
+    if old_batch != global_batch and not is_under("train.global_batch", accepted):
+        # named by the batch, whichever of the batch and mesh keys changed it
+        message = f"a step would see {global_batch} sequences, but {run.path} was begun with {old_batch}"
+        refused["train.global_batch"] = message, f"train.global_batch={old_batch} (on any mesh)"
+    if refused:
+        raise ConfigError(_problems(refused, accepted))
     return changes
 
 
-def refuse_what_the_checkpoint_brings(config: Config, overrides: list[str]) -> None:
+def _referred_key(key: str, references: dict[str, str]) -> str:
+    """The key of the schema that a plugin's argument repeats: ``pipeline.plugins.ac.mode`` -> ``ac.mode``."""
+    for repeating, referred in references.items():
+        if is_under(key, (repeating,)):
+            return referred + key.removeprefix(repeating)
+    return key
+
+
+def _problems(refused: dict[str, tuple[str, str]], accepted: list[str]) -> list[Problem]:
+    fixed = {key for key in refused if resume_rule(key) == "fixed"}
+    acceptable = [*accepted, *(key for key in refused if key not in fixed)]
+    accept = f", or 'checkpoint.accept_changes=[{','.join(acceptable)}]'"
+    return [
+        Problem(key, message, hint=f"{old_value}, another run.id{'' if key in fixed else accept}")
+        for key, (message, old_value) in refused.items()
+    ]
+
+
+def refuse_checkpoint_keys(config: Config, overrides: list[str]) -> None:
     """``runner=eval`` and ``sample`` take model and tokenizer from ``runner.checkpoint``.
 
     Raises:
-        ConfigError: one of them was typed; all that were, by the keys as they were typed.
+        ConfigError: the command line sets one of them; all that it sets, by the keys as they were typed.
     """
     if config.runner.checkpoint is None:
         return
-    typed = {override_key(text): text for text in overrides}
+    texts = {override_key(text): text for text in overrides}
     problems = [
         Problem(key, f"is fixed by the checkpoint {config.runner.checkpoint}", hint=f"leave out {text}")
-        for key, text in typed.items()
-        if under(key, BROUGHT)
+        for key, text in texts.items()
+        if is_under(key, FROM_CHECKPOINT)
     ]
     if problems:
         raise ConfigError(problems)

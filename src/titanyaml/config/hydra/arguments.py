@@ -5,42 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from hydra._internal.utils import get_args_parser  # private; Hydra is bound below 1.4
-
+from titanyaml.config.hydra.compose_hook import flag_parser
 from titanyaml.errors import ConfigError
 
 _CONFIG_PATH = ("--config-path", "-cp")
 
 
 def prepare(arguments: list[str]) -> tuple[list[str], bool]:
-    """(flags first, then the overrides in their order, ``--config-path`` absolute; whether help is asked for).
+    """Reorder the command line for Hydra: (flags first, then overrides, with ``--config-path`` absolute; is it help).
 
     Hydra 1.3 stops reading overrides at the first flag after one, and takes a relative path as inside the package.
 
     Raises:
         ConfigError: an unknown flag, or a flag without its value.
     """
-    parser = get_args_parser()
+    parser = flag_parser()
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(message, key="command line", hint=_hint(arguments))
 
-    parser.error = refuse
+    parser.error = refuse  # type: ignore[method-assign]  # argparse would print and exit
     parsed = parser.parse_intermixed_args(arguments)
     overrides = parsed.overrides
-    flags = list(arguments)
-    flags.reverse()
+    flags = arguments[::-1]
     for override in reversed(overrides):
-        flags.remove(override)  # the last one: an earlier equal text may be the value of a flag
+        flags.remove(override)  # the last one in the command line: an earlier equal text may be the value of a flag
     flags.reverse()
     return [*_absolute(flags), *overrides], parsed.help or parsed.hydra_help
 
 
 def _hint(arguments: list[str]) -> str:
     dashed = [argument.lstrip("-") for argument in arguments if argument.startswith("--") and "=" in argument]
-    wrong = [argument for argument in dashed if not argument.startswith("config-")]
-    if wrong:
-        return f"keys have no dashes: {' '.join(wrong)}"
+    # --config-dir=D and its like are the flags that take "="
+    if keys := [argument for argument in dashed if not argument.startswith("config-")]:
+        return f"keys have no dashes: {' '.join(keys)}"
     return "--hydra-help lists the flags; keys are given as key=value"
 
 

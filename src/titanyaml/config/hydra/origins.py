@@ -12,15 +12,16 @@ import yaml
 from omegaconf import Container, DictConfig, OmegaConf
 
 from titanyaml.config.hydra.search_path import CONF_PACKAGE
+from titanyaml.config.schema_keys import is_under
 
 
 @dataclass(frozen=True)
-class File:
+class ConfigFile:
     """One merged YAML file.
 
     Args:
         source: of the search path, e.g. ``pkg://titanyaml.conf``. path: in it, without ``.yaml``.
-        package: dotted place of its content, "" for the root. config: content.
+        package: dotted key below which its content is merged, "" for the root. config: content.
     """
 
     source: str
@@ -29,21 +30,21 @@ class File:
     config: Container
 
     def holds(self, key: str) -> list[str] | None:
-        """The key as a path inside the file, None where the file does not set it."""
-        names, place = key.split("."), [name for name in self.package.split(".") if name not in ("", "_global_")]
-        if names[: len(place)] != place or not isinstance(self.config, DictConfig):
+        """The key as a path inside the file, None if the file does not set it."""
+        names, package = key.split("."), [name for name in self.package.split(".") if name not in ("", "_global_")]
+        if names[: len(package)] != package or not isinstance(self.config, DictConfig):
             return None
-        here: Any = OmegaConf.to_container(self.config, resolve=False, throw_on_missing=False)
-        inside = names[len(place) :]
+        value: Any = OmegaConf.to_container(self.config, resolve=False, throw_on_missing=False)
+        inside = names[len(package) :]
         for name in inside:
-            if not isinstance(here, dict) or name not in here:
+            if not isinstance(value, dict) or name not in value:
                 return None
-            here = here[name]
+            value = value[name]
         return inside or None
 
     @property
     def is_ours(self) -> bool:
-        """A shipped option or a mesh name: what was typed says more than the line of such a file."""
+        """A shipped option or a mesh name: the override that chose it says more than the line of such a file."""
         return self.source.startswith(("mesh://", f"pkg://{CONF_PACKAGE}"))
 
     def location(self, inside: list[str]) -> str:
@@ -56,24 +57,24 @@ class File:
         else:
             inner = self.path.removeprefix("experiment/") if scheme == "experiments" else self.path
             name = str(resources.files(root).joinpath(f"{inner}.yaml"))
-        short = os.path.relpath(name)
-        name = name if short.startswith("..") else short
-        line = _line(name, inside)
+        relative = os.path.relpath(name)
+        name = name if relative.startswith("..") else relative
+        line = _find_line(name, inside)
         return f"{name}:{line}" if line else name
 
 
-def _line(name: str, inside: list[str]) -> int | None:
-    """Line of a key in a YAML file, None where it cannot be told."""
+def _find_line(name: str, inside: list[str]) -> int | None:
+    """Line of a key in a YAML file, or of the innermost section around it; None if the file cannot be read."""
     try:
         with open(name, encoding="utf-8") as stream:
             node = yaml.compose(stream)
     except (OSError, yaml.YAMLError):
         return None
     line = None
-    for wanted in inside:
+    for key in inside:
         if not isinstance(node, yaml.MappingNode):
             return line
-        pair = next((pair for pair in node.value if pair[0].value == wanted), None)
+        pair = next((pair for pair in node.value if pair[0].value == key), None)
         if pair is None:
             return line
         line, node = pair[0].start_mark.line + 1, pair[1]
@@ -81,25 +82,26 @@ def _line(name: str, inside: list[str]) -> int | None:
 
 
 class Origins:
-    """Answers where a key got its value; files are read at the first question only."""
+    """Tells where a key got its value; files are read at the first question only, since most commands have none."""
 
-    def __init__(self, overrides: list[tuple[str, str]], files: Callable[[], list[File]]) -> None:
-        """``overrides``: (key, text that was typed), in order. ``files``: those merged, first to last."""
-        self._overrides, self._read = overrides, files
-        self._files: list[File] | None = None
+    def __init__(self, overrides: list[tuple[str, str]], read_files: Callable[[], list[ConfigFile]]) -> None:
+        """``overrides``: (key, text that was typed), in order. ``read_files``: those merged, first to last."""
+        self._overrides, self._read_files = overrides, read_files
+        self._files: list[ConfigFile] | None = None
 
     def of(self, key: str) -> str:
         """The override or ``file:line`` that gave ``key`` its value; "" for the schema's own default."""
-        plain = key.partition("[")[0]
+        plain_key = key.partition("[")[0]
+        setting = [(name, text) for name, text in reversed(self._overrides) if is_under(plain_key, (name,))]
         # a key that was typed wins over any option, whichever came first; of nested ones the last does
-        for name, text in reversed(self._overrides):
-            if (plain == name or plain.startswith(f"{name}.")) and (name == plain or "{" in text):
+        for name, text in setting:
+            if name == plain_key or "{" in text:
                 return f"override {text!r}"
-        chosen = next((text for name, text in reversed(self._overrides) if plain.startswith(f"{name}.")), "")
+        option = next((text for name, text in setting if name != plain_key), "")
         if self._files is None:
-            self._files = self._read()
+            self._files = self._read_files()
         for file in reversed(self._files):
-            inside = file.holds(plain)
-            if inside is not None and not (chosen and file.is_ours):
+            inside = file.holds(plain_key)
+            if inside is not None and not (option and file.is_ours):
                 return file.location(inside)
-        return f"override {chosen!r}" if chosen else ""
+        return f"override {option!r}" if option else ""

@@ -1,10 +1,10 @@
-"""What was typed on the command line, one override at a time, before anything is composed."""
+"""Checks of the command line's overrides, one at a time, before anything is composed."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -15,21 +15,24 @@ from titanyaml.config.scalar_types import BAD, spell, to_kind
 from titanyaml.config.schema_keys import all_keys, find_key, keys_of, nearest, nearest_key
 from titanyaml.errors import Problem
 
+if TYPE_CHECKING:
+    from titanyaml.config.hydra.compose_hook import Loader
+
 #: Groups without a section; there may be no option of them at all.
 LATE_GROUPS = ("experiment", "plugin")
 
 
 @dataclass
-class Typed:
-    """The overrides sorted out.
+class SortedOverrides:
+    """Overrides, sorted into those that Hydra can compose and those that it cannot.
 
     Args:
-        kept: those that Hydra can be given. problems: of the others.
-        keys: (dotted key or group, what was typed) of those kept, in order. swept: keys with several values.
+        composable: texts for Hydra. problems: of the others.
+        keys: (dotted key or group, text) of the composable ones, in order. swept: keys with several values.
         doubtful: keys, and sections whose option was refused: nothing is known of their values.
     """
 
-    kept: list[str] = field(default_factory=list)
+    composable: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     keys: list[tuple[str, str]] = field(default_factory=list)
     swept: set[str] = field(default_factory=set)
@@ -40,185 +43,164 @@ class Typed:
         self.problems.append(replace(problem, where=f"override {text!r}"))
         self.doubtful.add(problem.key)
 
+    def drop(self, text: str) -> None:
+        """Take out an override that Hydra refused."""
+        self.doubtful |= {key for key, key_text in self.keys if key_text == text}
+        self.composable = [composable for composable in self.composable if composable != text]
+        self.keys = [(key, key_text) for key, key_text in self.keys if key_text != text]
 
-def check_overrides(overrides: list[str], *, loader: Any, multirun: bool) -> Typed:
+
+def sort_overrides(overrides: list[str], *, loader: Loader, multirun: bool) -> SortedOverrides:
     """Sort out overrides that cannot be composed, each with its own problem.
 
     Args:
-        loader: ``hydra_hook.Loader``.
         multirun: values such as ``a,b`` are legal.
     """
-    typed = Typed()
+    result = SortedOverrides()
     for text in overrides:
         try:
             override = loader.parse(text)
         except HydraException as error:
-            typed.refuse(text, _unreadable(text, error))
+            result.refuse(text, _unreadable(text, error))
             continue
         key = override.key_or_group
-        if not key:
-            typed.refuse(text, Problem("", f"{text!r} names no key", allowed="group=option or key=value"))
-            continue
-        is_group = (loader.is_group(key) or key in LATE_GROUPS) and not isinstance(override.value(), dict)
-        problem = None
-        if not override.is_hydra_override():
-            problem = _check_group(override, loader) if is_group else _check_key(override, loader)
-        if problem is None and override.is_sweep_override() and not multirun:
-            problem = _unasked_sweep(override)
-        if problem is not None:
-            typed.refuse(text, problem)
-            continue
-        if key in LATE_GROUPS and not loader.is_group(key):
-            continue  # plugin=[] where no plugin is installed
-        typed.kept.append(text)
-        typed.keys.append((key, text))
-        if override.is_sweep_override():
-            typed.swept.add(key)
-    return typed
+        if problem := _check_override(override, loader, multirun=multirun):
+            result.refuse(text, problem)
+        elif key not in LATE_GROUPS or loader.is_group(key):  # not plugin=[] if no plugin is installed
+            result.composable.append(text)
+            result.keys.append((key, text))
+            if override.is_sweep_override():
+                result.swept.add(key)
+    return result
 
 
-def check_swept_keys(params: dict[str, Any], *, loader: Any) -> list[Problem]:
+def check_swept_keys(params: dict[str, Any], *, loader: Loader) -> list[Problem]:
     """Problems of the keys of ``hydra.sweeper.params``."""
-    problems = [
+    return [
         Problem("hydra.sweeper.params", f"sweeps the unknown key {key}", hint=nearest_key(key))
         for key in params
         if not loader.is_group(key) and find_key(key.lstrip("+")) is None
     ]
-    return problems
 
 
 def _unreadable(text: str, error: HydraException) -> Problem:
     key, equals, value = text.partition("=")
     if not equals:
-        return Problem(
-            "",
-            f"{text!r} is no override",
-            allowed="group=option or key=value",
-            hint=f"runner={text}" if text in ("check", "train", "eval", "sample") else "",
-        )
-    quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-    shell = f'{key}="{quoted}"'.replace("'", "'\\''")
+        hint = f"runner={text}" if text in ("check", "train", "eval", "sample") else ""
+        return Problem("", f"{text!r} is no override", allowed="group=option or key=value", hint=hint)
+    # quoted twice: for Hydra, and in the shell's quotes around the whole
+    hydra_quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+    shell_quoted = f'{key}="{hydra_quoted}"'.replace("'", "'\\''")
+    allowed = "text with spaces, commas, brackets, colons or '=' in quotes, and these in the shell's"
     reason = str(error).splitlines()[0]
-    return Problem(
-        key,
-        f"{value!r} cannot be read: {reason}",
-        allowed="text with spaces, commas, brackets, colons or '=' in quotes, and these in the shell's",
-        hint=f"'{shell}'",
-    )
+    return Problem(key, f"{value!r} cannot be read: {reason}", allowed=allowed, hint=f"'{shell_quoted}'")
 
 
-def _unasked_sweep(override: Override) -> Problem:
-    key, value = override.get_key_element(), _value(override)
-    known = find_key(override.key_or_group)
-    ways = [f"-m {key}={value}"]
-    if "(" not in value and known is not None and known.kind in (list[str], dict[str, Any]):
-        ways.append(f"'{key}=[{value}]'")
-    if "(" not in value and known is not None and known.kind in (str, dict[str, Any]):
-        ways.append(f"'{key}=\"{value}\"'")
-    return Problem(
-        override.key_or_group,
-        f"{value!r} stands for several values",
-        hint=" or ".join(ways),
-        allowed="one value; several ones with -m",
-    )
+def _check_override(override: Override, loader: Loader, *, multirun: bool) -> Problem | None:
+    key = override.key_or_group
+    if not key:
+        return Problem("", f"{override.input_line!r} names no key", allowed="group=option or key=value")
+    problem = None
+    if not override.is_hydra_override():
+        is_group = (loader.is_group(key) or key in LATE_GROUPS) and not isinstance(override.value(), dict)
+        problem = _check_group(override, loader) if is_group else _check_key(override, loader)
+    if problem is None and override.is_sweep_override() and not multirun:
+        problem = _sweep_without_multirun(override)
+    return problem
 
 
-def _check_group(override: Override, loader: Any) -> Problem | None:
+def _sweep_without_multirun(override: Override) -> Problem:
+    key, value = override.get_key_element(), _value_text(override)
+    schema_key = find_key(override.key_or_group)
+    kind = schema_key.kind if schema_key is not None and "(" not in value else None
+    fixes = [f"-m {key}={value}"]
+    if kind in (list[str], dict[str, Any]):
+        fixes.append(f"'{key}=[{value}]'")
+    if kind in (str, dict[str, Any]):
+        fixes.append(f"'{key}=\"{value}\"'")
+    message, allowed = f"{value!r} stands for several values", "one value; several ones with -m"
+    return Problem(override.key_or_group, message, allowed=allowed, hint=" or ".join(fixes))
+
+
+def _check_group(override: Override, loader: Loader) -> Problem | None:
     group = override.key_or_group
-    if override.is_sweep_override() or override.package is not None:
-        return None  # Hydra itself tells what is wrong
-    value = override.value()
-    if override.is_delete():
-        return None
+    if override.is_sweep_override() or override.package is not None or override.is_delete():
+        return None  # Hydra's own messages are good enough
+    value: Any = override.value()
     if override.is_force_add():
         return Problem(group, f"{override.input_line!r}: ++ is for keys", hint=f"{group}={spell(value)}")
-    several = isinstance(value, list)
-    if several and group != "plugin":
-        return Problem(
-            group,
-            f"{spell(value)}: one option at a time",
-            allowed=", ".join(loader.options(group)),
-            hint=f"{group}={value[0]}" if value else "",
-        )
-    for option in value if several else [value]:
-        if problem := _check_option(group, option, loader):
-            return problem
-    return None
+    if isinstance(value, list) and group != "plugin":
+        hint = f"{group}={value[0]}" if value else ""
+        allowed = ", ".join(loader.options(group))
+        return Problem(group, f"{spell(value)}: one option at a time", allowed=allowed, hint=hint)
+    options = value if isinstance(value, list) else [value]
+    return next(filter(None, (_check_option(group, option, loader) for option in options)), None)
 
 
-def _check_option(group: str, option: Any, loader: Any) -> Problem | None:
+def _check_option(group: str, option: Any, loader: Loader) -> Problem | None:
     options = loader.options(group)
     if not isinstance(option, str):
         off = f"{group}=none" if "none" in options else f"~{group}" if group in LATE_GROUPS and options else ""
         return Problem(group, f"{spell(option)} is no option", allowed=", ".join(options), hint=off)
     bare = re.sub(r"\.ya?ml$", "", option)
     if bare != option:
-        return Problem(
-            group,
-            f"{option!r}: options are named without an ending, and only files in .yaml are found",
-            hint=f"{group}={bare}",
-        )
+        message = f"{option!r}: options are named without an ending, and only files in .yaml are found"
+        return Problem(group, message, hint=f"{group}={bare}")
     if loader.has_option(group, option):
         return None
     if file := loader.wrong_ending(group, option):
         return Problem(group, f"{file} is not found because of its ending", hint=f"rename it to {option}.yaml")
-    mesh = meant_mesh_name(option) if group == "parallel" else ""
-    near = [mesh] if mesh else nearest(option, options)
-    more = "; any mesh name such as fsdp8 or hsdp2x4" if group == "parallel" else ""
-    return Problem(
-        group,
-        f"there is no option {option!r}",
-        allowed=(", ".join(options) or "none is there") + more,
-        hint=f"{group}={near[0]}" if near else "",
-    )
+    allowed = ", ".join(options) or "none is there"
+    suggestion = next(iter(nearest(option, options)), "")
+    if group == "parallel":
+        allowed += "; any mesh name such as fsdp8 or hsdp2x4"
+        suggestion = meant_mesh_name(option) or suggestion
+    hint = f"{group}={suggestion}" if suggestion else ""
+    return Problem(group, f"there is no option {option!r}", allowed=allowed, hint=hint)
 
 
-def _check_key(override: Override, loader: Any) -> Problem | None:
-    name = override.key_or_group
+def _check_key(override: Override, loader: Loader) -> Problem | None:
+    name, text = override.key_or_group, override.input_line
     if override.package is not None:
-        return Problem(name, f"{override.input_line!r}: there is no group {name!r}", hint=_near_group(name, loader))
+        return Problem(name, f"{text!r}: there is no group {name!r}", hint=_nearest_group(name, loader))
     key = find_key(name)
-    value = _value(override)
+    value, parsed = _value_text(override), override.value()
     if key is None:
-        near = nearest_key(name) if "." in name else _near_group(name, loader)
-        near = near if _fits(near, override) else ""
-        return Problem(
-            name,
-            f"unknown key; did you mean {near}?" if near else "unknown key",
-            hint=f"{near}={value}" if near and not override.is_delete() else "",
-            allowed="" if near else "user.<name> for keys of your own (+user.<name>=...)",
-        )
+        return _unknown_key(override, loader)
     if key.kind == dict[str, Any] and name.startswith("pipeline.plugins."):
         return _check_plugin_key(name, value, override)
     if key.kind == dict[str, Any] or key.name != name.rpartition(".")[2]:
         return None  # inside an open section or a list
-    if key.is_section and isinstance(override.value(), dict):
-        return _check_inside(name, override.value())
+    if key.is_section and isinstance(parsed, dict):
+        return _check_inside(name, parsed)
     if override.is_delete():
-        return Problem(
-            name,
-            f"{override.input_line!r}: no key can be removed",
-            hint=f"{name}={spell(key.default)}" if not key.is_section else "",
-        )
+        hint = "" if key.is_section else f"{name}={spell(key.default)}"
+        return Problem(name, f"{text!r}: no key can be removed", hint=hint)
     parent = find_key(name.rpartition(".")[0])
     if override.is_add() and not key.is_section and not (parent and parent.optional):
-        return Problem(name, f"{override.input_line!r}: the key exists, + is for new ones", hint=f"{name}={value}")
+        return Problem(name, f"{text!r}: the key exists, + is for new ones", hint=f"{name}={value}")
     return None
+
+
+def _unknown_key(override: Override, loader: Loader) -> Problem:
+    name = override.key_or_group
+    suggestion = nearest_key(name) if "." in name else _nearest_group(name, loader)
+    if not suggestion or not _fits(suggestion, override):
+        return Problem(name, "unknown key", allowed="user.<name> for keys of your own (+user.<name>=...)")
+    hint = "" if override.is_delete() else f"{suggestion}={_value_text(override)}"
+    return Problem(name, f"unknown key; did you mean {suggestion}?", hint=hint)
 
 
 def _check_inside(name: str, value: dict[str, Any]) -> Problem | None:
     """``optim={lrr: 1}``."""
-    for inner, one in value.items():
+    for inner, inner_value in value.items():
         dotted = f"{name}.{inner}"
         key = find_key(dotted)
         if key is None:
-            near = nearest_key(dotted)
-            return Problem(
-                dotted,
-                f"unknown key; did you mean {near}?" if near else "unknown key",
-                hint=f"{near}={spell(one)}" if near else "",
-            )
-        if key.is_section and isinstance(one, dict) and (problem := _check_inside(dotted, one)):
+            suggestion = nearest_key(dotted)
+            message = f"unknown key; did you mean {suggestion}?" if suggestion else "unknown key"
+            return Problem(dotted, message, hint=f"{suggestion}={spell(inner_value)}" if suggestion else "")
+        if key.is_section and isinstance(inner_value, dict) and (problem := _check_inside(dotted, inner_value)):
             return problem
     return None
 
@@ -229,13 +211,12 @@ def _fits(name: str, override: Override) -> bool:
     if override.is_delete() or key is None or key.kind not in (int, float, bool, str) or override.is_sweep_override():
         return True
     value, choices = override.value(), key.rules.get("choices")
-    return (value is None and key.optional) or (
-        to_kind(key.kind, value) is not BAD and (not choices or value in choices)
-    )
+    if value is None:
+        return key.optional
+    return to_kind(key.kind, value) is not BAD and (not choices or value in choices)
 
 
-def _value(override: Override) -> str:
-    """What stands behind the "="."""
+def _value_text(override: Override) -> str:
     return (override.input_line or "").partition("=")[2]
 
 
@@ -243,15 +224,14 @@ def _check_plugin_key(name: str, value: str, override: Override) -> Problem | No
     """``pipeline.plugins.ac.mode``: the node is a reference to the group, which an override would cut."""
     node, _, inner = name.removeprefix("pipeline.plugins.").partition(".")
     if node in keys_of(schema.Config) and inner and not override.is_delete():
-        return Problem(
-            name, f"the node is the group {node!r}; an override here would replace it", hint=f"{node}.{inner}={value}"
-        )
+        message = f"the node is the group {node!r}; an override here would replace it"
+        return Problem(name, message, hint=f"{node}.{inner}={value}")
     return None
 
 
-def _near_group(name: str, loader: Any) -> str:
+def _nearest_group(name: str, loader: Loader) -> str:
+    """The key of that name in some section, else the group or key with the most similar name."""
+    if same_name := next((key for key in all_keys() if key.endswith(f".{name}")), ""):
+        return same_name
     groups = {*keys_of(schema.Config), *loader.groups()} - {"hydra"}
-    return (
-        next((key for key in all_keys() if key.endswith(f".{name}")), "")
-        or (nearest(name, groups) or [nearest_key(name)])[0]
-    )
+    return next(iter(nearest(name, groups)), "") or nearest_key(name)

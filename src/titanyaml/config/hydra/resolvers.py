@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from omegaconf import OmegaConf
 
-# What does not change the result of a job leaves its folder unchanged.
+# Keys that do not change the result of a job must not change the name of its folder.
 _NOT_IN_SLUG = re.compile(r"(\+\+?|~)?(sweep|launch|hydra)([./@=]|$)")
 
 
@@ -22,8 +22,8 @@ def slug(overrides: Iterable[str]) -> str:
 
     Overrides of ``sweep``, ``launch`` and ``hydra`` are left out: the same job started in another way is the same job.
     """
-    kept = sorted(override for override in overrides if not _NOT_IN_SLUG.match(override))
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:10]
+    identity = sorted(override for override in overrides if not _NOT_IN_SLUG.match(override))
+    return hashlib.sha256("\n".join(identity).encode()).hexdigest()[:10]
 
 
 def register() -> None:

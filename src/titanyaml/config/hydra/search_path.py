@@ -1,4 +1,4 @@
-"""Where configuration is found besides ``conf/``: mesh names, ``experiments/``, third-party packages."""
+"""Sources of configuration besides ``conf/``: mesh names, ``experiments/``, third-party packages."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ class MeshSource(ConfigSource):
             return [] if results_filter == ObjectType.CONFIG else ["parallel"]
         if results_filter == ObjectType.GROUP:
             return []
-        typed = re.search(r"(?:^|\s)parallel=(\S+)$", os.environ.get("COMP_LINE", ""))
-        return complete_mesh_name(typed[1]) if typed else sorted(_COMMON_MESHES)
+        # Hydra's completion passes no prefix to a source; the shell's line has it
+        prefix = re.search(r"(?:^|\s)parallel=(\S+)$", os.environ.get("COMP_LINE", ""))
+        return complete_mesh_name(prefix[1]) if prefix else sorted(_COMMON_MESHES)
 
 
 def _mesh_of(config_path: str) -> dict[str, int] | None:
@@ -66,8 +67,8 @@ def _mesh_of(config_path: str) -> dict[str, int] | None:
 
 def complete_mesh_name(prefix: str) -> list[str]:
     """Mesh names that begin with ``prefix`` and have one part more (shell completion)."""
-    done = prefix.rpartition("_")[0]
-    head = f"{done}_" if done else ""
+    complete_parts = prefix.rpartition("_")[0]
+    head = f"{complete_parts}_" if complete_parts else ""
     names = [
         head + part + "x".join(map(str, sizes))
         for part, axes in PARTS.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
+from hydra.plugins.sweeper import Sweeper
 
 from titanyaml.config import schema
 from titanyaml.config.hydra import resolvers, search_path
@@ -12,26 +13,17 @@ from titanyaml.config.hydra import resolvers, search_path
 SCHEMA_NAME = "config_schema"
 
 
-def register() -> None:
-    """Register everything that composing needs; may be called any number of times.
+def register(*sweepers: type[Sweeper]) -> None:
+    """Register everything that composing needs, and these sweepers; may be called any number of times.
 
     Call it before ``hydra.main`` or ``hydra.initialize`` runs.
     """
     # Hydra deep-copies its repository, the store in it, for every option that --help looks up (1.6 s instead of
     # 0.5 s). ``ConfigStore.load`` copies what it hands out, so that one shared store is enough.
-    ConfigStore.__deepcopy__ = lambda self, memo: self
+    ConfigStore.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]  # deepcopy looks it up
     ConfigStore.instance().store(name=SCHEMA_NAME, node=schema.Config, provider="titanyaml")
     setup_globals()  # Hydra's own resolver ${now:...}
     resolvers.register()
-    for plugin in (search_path.MeshSource, search_path.ExperimentSource, search_path.TitanSearchPath, *_sweepers()):
+    # registered, not left to Hydra's scan of hydra_plugins: they work without an installed package
+    for plugin in (search_path.MeshSource, search_path.ExperimentSource, search_path.TitanSearchPath, *sweepers):
         Plugins.instance().register(plugin)
-
-
-def _sweepers() -> list[type]:
-    """Hydra scans hydra_plugins itself, but sees nothing of it in an editable install; one that was made before the
-    sweeper was there has no way to it, and does without until ``pip install -e .`` is repeated."""
-    try:
-        from hydra_plugins.titan_search import TitanSearch
-    except ModuleNotFoundError:
-        return []
-    return [TitanSearch]

@@ -33,8 +33,10 @@ class Data:
         when=("kind", ["stdlib", "files", "hf"]),
     )
     shuffle: bool = key(True, "permute the samples anew in every epoch; a stream has its own order and needs false")
-    prefetch: int = key(2, "batches prepared ahead by the loader's thread; 0: none", low=0)
-    cache_dir: str = key("${oc.env:TITANYAML_CACHE,.cache/titanyaml}", "folder of tokenised corpora and tokenizers")
+    prefetch: int = key(2, "batches prepared ahead by the loader's thread; 0: none", low=0, resume="free")
+    cache_dir: str = key(
+        "${oc.env:TITANYAML_CACHE,.cache/titanyaml}", "folder of tokenised corpora and tokenizers", resume="free"
+    )
 
 
 @dataclass

@@ -147,6 +147,7 @@ class Compile(PluginNode):
         "${oc.env:TITANYAML_CACHE,.cache/titanyaml}/compile",
         "folder of compiled kernels, kept between runs; TORCHINDUCTOR_CACHE_DIR in the environment goes first",
         when=("mode", ["auto", "block", "model"]),
+        resume="free",
     )
 
 

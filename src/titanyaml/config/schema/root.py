@@ -62,6 +62,7 @@ class Optim:
         "float32 value of a weight that is stored in bfloat16: float32 beside it, or split between it and a "
         "16-bit remainder (same value, 2 bytes less)",
         choices=["float32", "split"],
+        resume="free",
     )
     groups: list[ParamGroup] = key([], "per-name settings, first match wins")
 
@@ -84,7 +85,7 @@ class Loss:
 
     kind: str = key("cross_entropy", "loss", choices=["cross_entropy"])
     chunk_tokens: int | None = key(
-        None, "tokens whose logits exist at one time; null: 4096 with fused kernels, else 1024", low=1
+        None, "tokens whose logits exist at one time; null: 4096 with fused kernels, else 1024", low=1, resume="free"
     )
 
 
@@ -103,10 +104,12 @@ class Kernels:
 class Train:
     """The loop. Batches count sequences."""
 
-    steps: int = key(200, "optimizer steps", low=1)
-    seq_len: int = key("${titan.min:${model.max_seq_len},8192}", "tokens in a sequence", low=1)
-    local_batch: int = key(4, "sequences per data rank and forward", low=1)
-    global_batch: int | None = key(None, "sequences per step; null: no gradient accumulation", low=1)
+    steps: int = key(200, "optimizer steps", low=1, resume="free")
+    seq_len: int = key("${titan.min:${model.max_seq_len},8192}", "tokens in a sequence", low=1, resume="fixed")
+    local_batch: int = key(4, "sequences per data rank and forward", low=1, resume="equal_batch")
+    global_batch: int | None = key(
+        None, "sequences per step; null: no gradient accumulation", low=1, resume="equal_batch"
+    )
     max_norm: float | None = key(1.0, "gradients are clipped to this norm; null: not", above=0)
     compute_dtype: str = key(
         "auto",
@@ -115,8 +118,8 @@ class Train:
     )
     param_dtype: str = key("float32", "master parameters and optimizer state", choices=["float32", "float64"])
     reduce_dtype: str = key("float32", "gradient reduction", choices=["bfloat16", "float32", "float64"])
-    log_every: int = key(1, "steps between records in metrics.jsonl", low=1)
-    gc_every: int = key(50, "steps between manual garbage collections (the automatic one is off)", low=1)
+    log_every: int = key(1, "steps between records in metrics.jsonl", low=1, resume="free")
+    gc_every: int = key(50, "steps between manual garbage collections (the automatic one is off)", low=1, resume="free")
 
 
 @dataclass
@@ -227,7 +230,7 @@ class Config:
     model: Model = key(Model, "the decoder")
     parallel: Parallel = key(Parallel, "the device mesh")
     quant: Quant = key(Quant, "float8 training")
-    ac: ActivationCheckpointing = key(ActivationCheckpointing, "activation checkpointing")
+    ac: ActivationCheckpointing = key(ActivationCheckpointing, "activation checkpointing", resume="free")
     compile: Compile = key(Compile, "compilation")
     data: Data = key(Data, "text")
     tokenizer: Tokenizer = key(Tokenizer, "text to ids")
@@ -236,13 +239,13 @@ class Config:
     loss: Loss = key(Loss, "loss")
     kernels: Kernels = key(Kernels, "operators of our own")
     train: Train = key(Train, "the loop")
-    validation: Validation = key(Validation, "held-out loss")
-    checkpoint: Checkpoint = key(Checkpoint, "saving and resuming")
-    tracker: Tracker = key(Tracker, "experiment tracking")
-    profile: Profile = key(Profile, "traces and memory snapshots")
-    hardware: Hardware = key(Hardware, "the device")
+    validation: Validation = key(Validation, "held-out loss", resume="free")
+    checkpoint: Checkpoint = key(Checkpoint, "saving and resuming", resume="free")
+    tracker: Tracker = key(Tracker, "experiment tracking", resume="free")
+    profile: Profile = key(Profile, "traces and memory snapshots", resume="free")
+    hardware: Hardware = key(Hardware, "the device", resume="free")
     cluster: Cluster = key(Cluster, "links between devices")
-    launch: Launch = key(Launch, "starting ranks")
-    sweep: Sweep = key(Sweep, "multirun")
+    launch: Launch = key(Launch, "starting ranks", resume="free")
+    sweep: Sweep = key(Sweep, "multirun", resume="free")
     pipeline: Pipeline = key(Pipeline, "model transforms")
-    user: dict[str, Any] = key({}, "free section for your own files")
+    user: dict[str, Any] = key({}, "free section for your own files", resume="free")
