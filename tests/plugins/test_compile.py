@@ -162,8 +162,8 @@ def test_inductor_keeps_the_sums_of_two_norms_apart(monkeypatch):
     assert V.choices is not None  # a thread that has compiled before has its choices
     with config.patch(inductor_choices_class=None):
         compat_inductor.keep_row_sums_apart()
-        assert config.inductor_choices_class is compat_inductor.Choices
-    assert isinstance(V.choices, compat_inductor.Choices) and V.choices.uuid()
+        assert config.inductor_choices_class is compat_inductor.SeparateRowSums
+    assert isinstance(V.choices, compat_inductor.SeparateRowSums) and V.choices.uuid()
     monkeypatch.setattr(InductorChoices, "can_fuse_horizontal", staticmethod(lambda *_: "asked"))
     monkeypatch.setattr(MixOrderReduction, "is_split_reduction", staticmethod(lambda node: node == "sum"))
     nodes = (("sum", "sum"), ("sum", "row"), ("row", "row"))

@@ -70,15 +70,15 @@ def measure(
         f"torch {torch.__version__}; {name}; {dtype}; tp {group.size}; {batch} sequences; {dist.get_world_size()} ranks"
     )
     times = _read(cache, key)
-    if not all(str(place) in times for place in places):
+    if not all(str(collective) in times for collective in places):
         clock = clock or event_clock
         # one place after the other, so that the tensors of only one exist
-        pairs = (calls(place, group, batch=batch, dtype=dtype, device=device) for place in places)
+        pairs = (calls(collective, group, batch=batch, dtype=dtype, device=device) for collective in places)
         slowest = torch.tensor([[clock(call) for call in pair] for pair in pairs], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        times |= {str(place): pair for place, pair in zip(places, slowest.tolist(), strict=True)}
+        times |= {str(collective): pair for collective, pair in zip(places, slowest.tolist(), strict=True)}
         _write(cache, key, times)
-    return {place: PlaceTimes(*times[str(place)]) for place in places}
+    return {collective: PlaceTimes(*times[str(collective)]) for collective in places}
 
 
 def calls(

@@ -1,7 +1,6 @@
-"""Private API of torch.compile: what it did, what it refused, where it keeps it, CUDA graphs.
+"""Private API of torch.compile: counters, errors, the cache folder, CUDA graphs and recomputation in compiled graphs.
 
-A part of ``compat.py``; checked with the same releases. Dynamo and Inductor take seconds to import, and are so only
-where something is compiled.
+Dynamo and Inductor take seconds to import, so each function imports what it needs.
 """
 
 from __future__ import annotations
@@ -17,9 +16,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-#: Where inductor keeps what it builds.
+from titanyaml.distributed import compat
+
+#: First and last release that this file was run with: 2.11 on GPUs, 2.13 on CPUs.
+TRIED_TORCH = ("2.11", "2.13")
+
+#: Folder in which Inductor keeps what it builds.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,9 @@ class CompileCounts:
     """What torch.compile has done in this process.
 
     Args:
-        graphs: that Dynamo captured. breaks: why a graph broke, and how often. built, cached: graphs of Inductor (a
-            forward and a backward count as two) that were compiled, and that came out of its cache on disk.
-            skipped: graphs that were to be replayed as CUDA graphs and are not.
+        graphs: that Dynamo captured. breaks: why a graph broke, and how often.
+        built, cached: graphs of Inductor that were compiled, and that came out of its cache on disk; a forward and a
+            backward count as two. skipped: graphs that could not be replayed as CUDA graphs.
     """
 
     graphs: int = 0
@@ -53,27 +57,26 @@ def compile_counts() -> CompileCounts:
     from torch._dynamo.utils import counters
 
     inductor = counters["inductor"]
-    built = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
     return CompileCounts(
-        counters["stats"]["unique_graphs"],
-        Counter(counters["graph_break"]),
-        built,
-        inductor["fxgraph_cache_hit"],
-        inductor["cudagraph_skips"],
+        graphs=counters["stats"]["unique_graphs"],
+        breaks=Counter(counters["graph_break"]),
+        built=inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"],
+        cached=inductor["fxgraph_cache_hit"],
+        skipped=inductor["cudagraph_skips"],
     )
 
 
 def count_graphs_of(function: Callable[..., Any]) -> int:
-    """Graphs that torch.compile has made of a Python function and that still stand."""
+    """Graphs that torch.compile has made of a Python function and that are still valid."""
     from torch._dynamo import eval_frame
 
     return len(eval_frame._debug_get_cache_entry_list(function.__code__))
 
 
 def guard_module_hooks() -> None:
-    """Make torch.compile look at the hooks of a module before it reuses a graph.
+    """Make torch.compile check the hooks of a module before it reuses a graph.
 
-    By default it does not, and a block that carries a hook is silently run by the graph of one that does not.
+    By default it does not, and a block with a hook silently runs the graph of a block without one.
     """
     import torch._dynamo.config as config
 
@@ -82,9 +85,9 @@ def guard_module_hooks() -> None:
 
 
 def use_compile_cache(folder: Path) -> Path:
-    """Have inductor keep what it builds in ``folder``, unless ``TORCHINDUCTOR_CACHE_DIR`` names another one.
+    """Have Inductor keep what it builds in ``folder``, unless ``TORCHINDUCTOR_CACHE_DIR`` names another.
 
-    Inductor writes its own default into that variable when it is imported, so that being set says nothing.
+    Inductor writes its default into that variable when it is imported, so a set variable alone says nothing.
 
     Returns:
         The folder in force.
@@ -96,12 +99,15 @@ def use_compile_cache(folder: Path) -> Path:
     return Path(os.environ[CACHE_VARIABLE])
 
 
-class GraphBreak(Exception):
-    """Dynamo cannot trace this line into the graph."""
+# Compiling with errors in our words ----------------------------------------------------------------------------------
 
-    def __init__(self, reason: str, where: str) -> None:
+
+class GraphBreak(Exception):
+    """Dynamo cannot trace the line at ``location`` into the graph."""
+
+    def __init__(self, reason: str, location: str) -> None:
         super().__init__(reason)
-        self.reason, self.where = reason, where
+        self.reason, self.location = reason, location
 
 
 class TooManyInputs(Exception):
@@ -112,59 +118,61 @@ class TooManyInputs(Exception):
         self.limit = limit
 
 
-def compile_module(
-    module: nn.Module, *, backend: str, cuda_graphs: bool, explain: Callable[[Exception], NoReturn]
-) -> None:
-    """``module.compile`` into one static graph.
+#: Raises an error of ours for a GraphBreak or TooManyInputs: torch's names neither the module nor, briefly, the code.
+Explain = Callable[[Exception], NoReturn]
 
-    Args:
-        cuda_graphs: replay it as a CUDA graph (Inductor).
-        explain: called with GraphBreak or TooManyInputs instead of what torch raises, which names neither the module
-            nor, in one line, the code.
-    """
-    options = {"triton.cudagraphs": True} if cuda_graphs else None
+
+def compile_module(module: nn.Module, *, backend: str, cuda_graphs: bool, explain: Explain) -> None:
+    """``module.compile`` into one static graph; ``cuda_graphs``: replayed as a CUDA graph (Inductor)."""
+    options: dict[str, Any] | None = {"triton.cudagraphs": True} if cuda_graphs else None
     module.compile(backend=backend, fullgraph=True, dynamic=False, options=options)
-    module._compiled_call_impl = _explained(module._compiled_call_impl, explain)
+    compiled = module._compiled_call_impl
+    assert compiled is not None, "module.compile sets the call"
+    # monkeypatch: _compiled_call_impl of this module, to translate errors. May go when torch lets a caller handle them.
+    module._compiled_call_impl = _translate_errors(compiled, explain)
 
 
 def compile_function(
-    function: Callable[..., Any], *, backend: str, dynamic: bool, explain: Callable[[Exception], NoReturn]
+    function: Callable[..., Any], *, backend: str, dynamic: bool, explain: Explain
 ) -> Callable[..., Any]:
-    """The same for a function. dynamic: one graph for all sizes."""
-    return _explained(torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic), explain)
+    """``torch.compile`` of a function into one graph; ``dynamic``: one graph for all sizes."""
+    return _translate_errors(torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic), explain)
 
 
-def _explained(compiled: Callable[..., Any], explain: Callable[[Exception], NoReturn]) -> Callable[..., Any]:
+def _translate_errors(compiled: Callable[..., Any], explain: Explain) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         from torch._dynamo import config, exc
 
         try:
             return compiled(*args, **kwargs)
         except exc.FailOnRecompileLimitHit:
-            told: Exception = TooManyInputs(config.recompile_limit)
-        except exc.Unsupported as error:
-            told = GraphBreak(_in_one_line(str(error)), _line_of(error))
-        explain(told)
+            error: Exception = TooManyInputs(config.recompile_limit)
+        except exc.Unsupported as unsupported:
+            error = GraphBreak(_shorten(str(unsupported)), _location_of(unsupported))
+        explain(error)  # outside of the handlers, so that torch's long report is not chained to ours
 
     return call
 
 
-def _in_one_line(text: str) -> str:
-    """Dynamo's reason and its explanation, of a text that goes on with hints and a stack."""
+def _shorten(text: str) -> str:
+    """Dynamo's reason and explanation in one line, without the hints and the stack behind them."""
     lines = [line.strip() for line in text.splitlines()]
-    explained = next((line for line in lines if line.startswith("Explanation: ")), "")
-    return ": ".join(part for part in (lines[0].rstrip(":. "), explained.removeprefix("Explanation: ")) if part)
+    explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
+    return ": ".join(part for part in (lines[0].rstrip(":. "), explanation.removeprefix("Explanation: ")) if part)
 
 
-def _line_of(error: Exception) -> str:
+def _location_of(error: Exception) -> str:
     """``file:line (function)`` of the innermost frame that is not torch's own."""
     frames: list[FrameSummary] = list(getattr(error, "real_stack", None) or [])
-    outside = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
-    return f"{outside[-1].filename}:{outside[-1].lineno} ({outside[-1].name})" if outside else "an unknown line"
+    outside_torch = [frame for frame in frames if not frame.filename.startswith(_TORCH_FOLDER)] or frames
+    if not outside_torch:
+        return "an unknown line"
+    frame = outside_torch[-1]
+    return f"{frame.filename}:{frame.lineno} ({frame.name})"
 
 
 def cuda_graphs_recorded(device: torch.device) -> int:
-    """CUDA graphs that Inductor's trees of this device hold."""
+    """CUDA graphs in Inductor's trees of this device."""
     from torch._inductor import cudagraph_trees
 
     manager = cudagraph_trees.get_manager(device.index or 0, create_if_none_exists=False)
@@ -173,21 +181,23 @@ def cuda_graphs_recorded(device: torch.device) -> int:
     count, level = 0, [node for nodes in (manager.roots or {}).values() for node in nodes]
     while level:
         count += len(level)
-        level = [child for node in level for nodes in node.children.values() for child in nodes]
+        level = [child for node in level for children in node.children.values() for child in children]
     return count
 
 
+# Recomputation in compiled graphs ------------------------------------------------------------------------------------
+
+
 def set_activation_memory_budget(share: float) -> None:
-    """Let graphs compiled from now on keep this share of the activations that they would keep without recomputation.
+    """Let graphs compiled from now on keep this share of the activations that they keep without recomputation.
 
-    torch has no public name for it. A process-wide setting: one model a process.
-
-    The partitioner measures the inputs of a graph too. From torch 2.13 on process groups are among them, as objects of
-    which it refuses to guess a size. They hold no activations: 0 bytes.
+    A process-wide setting without a public name: one model a process.
     """
     import torch._functorch.config as config
 
     config.activation_memory_budget = share
+    # The partitioner measures a graph's inputs too. From 2.13 on process groups are among them, as objects of which it
+    # refuses to guess a size. They hold no activations.
     if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
         config.unsafe_treat_script_objects_as_zero_size = True
 
@@ -200,9 +210,11 @@ def activation_memory_budget() -> float:
 
 
 def recomputes_autograd_functions() -> bool:
-    """Whether recomputation without ``context_fn`` reaches what a ``torch.autograd.Function`` computes in a compiled
-    block. In torch 2.11 it does not: the operators inside carry no mark of the block, and what they put out is kept.
-    Later releases give the block a policy of their own, which marks every operator; so does any ``context_fn``.
+    """Whether checkpointing without ``context_fn`` recomputes what a ``torch.autograd.Function`` of the block computed.
+
+    In torch 2.11 it does not in a compiled block: operators inside the function carry no mark of the block and their
+    outputs are kept (805 MB of a 3B block with own float8 matmuls and 16,384 tokens). Later releases give the block a
+    policy that marks every operator; so does any ``context_fn``.
     """
     from torch._higher_order_ops import wrap
 
@@ -212,27 +224,31 @@ def recomputes_autograd_functions() -> bool:
 def fix_saved_rng_state_order() -> None:
     """Let a compiled block with recomputation have DTensor parameters (torch 2.13).
 
-    What a compiled forward keeps for its backward is listed as tensors, then other objects, then symbols, and sliced
-    by their counts. The states of recomputed random operators (fused attention counts as one) are put before the
-    symbols, but behind the objects, of which a DTensor's mesh is one: a mesh is then taken for a tensor and refused.
+    A compiled forward lists what it keeps for the backward as tensors, other objects, symbols, and slices the list by
+    their counts. The states of recomputed random operators (fused attention is one) are put before the symbols but
+    behind the objects. One object is a DTensor's mesh, which is then taken for a tensor and refused.
     """
     from torch._functorch import partitioners
 
-    original = getattr(partitioners, "functionalize_rng_ops", None)
-    if original is None or not hasattr(partitioners, "is_opaque_node") or hasattr(original, "mended"):
+    private: Any = partitioners
+    original = getattr(private, "functionalize_rng_ops", None)
+    if original is None or not hasattr(private, "is_opaque_node") or hasattr(original, "is_titanyaml"):
         return
+    compat.warn_if_untried("a compiled block with recomputation and DTensor parameters", TRIED_TORCH)
 
     def functionalize(joint: Any, forward: Any, backward: Any, num_sym_nodes: int) -> Any:
         [output] = forward.graph.find_nodes(op="output")
-        objects = sum(partitioners.is_opaque_node(node) for node in output.args[0])
-        forward, backward = original(joint, forward, backward, num_sym_nodes + objects)
+        num_objects = sum(private.is_opaque_node(node) for node in output.args[0])
+        # counted among the symbols, the objects are skipped too, and the states land before both
+        forward, backward = original(joint, forward, backward, num_sym_nodes + num_objects)
         inputs = backward.graph.find_nodes(op="placeholder")
         tangent = next(node for node in inputs if node.name.startswith("tangents"))
         for node in inputs[: inputs.index(tangent)]:
-            if partitioners.is_opaque_node(node):
-                tangent.prepend(node)  # the same order here: states before objects
+            if private.is_opaque_node(node):
+                tangent.prepend(node)  # the backward takes them in the same order: states before objects
         backward.recompile()
         return forward, backward
 
-    functionalize.mended = True
-    partitioners.functionalize_rng_ops = functionalize
+    functionalize.__dict__["is_titanyaml"] = True  # so that a second call does not wrap the wrapper
+    # monkeypatch: torch._functorch.partitioners.functionalize_rng_ops. May go when torch counts opaque objects there.
+    private.functionalize_rng_ops = functionalize

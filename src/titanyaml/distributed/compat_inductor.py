@@ -1,4 +1,4 @@
-"""Choices of Inductor that are taken back; private API like ``compat.py``'s, apart as importing it takes seconds."""
+"""Private API of Inductor: one fusion forbidden, one faster launch. Apart since Inductor takes seconds to import."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from torch._inductor import config, virtualized
 from torch._inductor.choices import InductorChoices
 from torch._inductor.scheduler import MixOrderReduction
 
+from titanyaml.distributed import compat
 
-class Choices(InductorChoices):
-    """Two sums over rows stay apart. Such a sum is the gradient of a norm's weight.
+#: First and last release that this file was run with: 2.11 on GPUs, 2.13 on CPUs.
+TRIED_TORCH = ("2.11", "2.13")
 
-    Inductor puts it into the kernel of its norm's backward, which reads the same tensors (mix order reduction). But if
-    two norms of a graph read one tensor, as those of a block read the residual stream, and fewer than 64 operations
-    apart, it prefers to put their sums together: the earlier one then waits for the later, holds three activations
-    (two gradients, the output of attention) through the backward of attention, and reads them once more.
+
+class SeparateRowSums(InductorChoices):
+    """Inductor's choices, except that two sums over rows are never fused. Such a sum is a norm weight's gradient.
+
+    Inductor fuses it into the backward kernel of its norm, which reads the same tensors (mix order reduction). But if
+    two norms of a graph read one tensor, as a block's two norms read the residual stream, and fewer than 64 operations
+    lie between them, it prefers to fuse their two sums. The earlier one then waits for the later one, holds three
+    activations (two gradients, attention's output) through the backward of attention, and reads them once more.
     """
 
     @staticmethod
@@ -26,23 +31,25 @@ class Choices(InductorChoices):
         return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
 
     def uuid(self) -> str:
-        """For the key of the compile cache."""
+        """Part of the key of the compile cache."""
         return "titanyaml sums apart"
 
 
 def keep_row_sums_apart() -> None:
-    """Use ``Choices`` from now on, in this process, unless somebody else has chosen."""
+    """Use ``SeparateRowSums`` from now on in this process, unless other choices were installed."""
     if config.inductor_choices_class is None and hasattr(MixOrderReduction, "is_split_reduction"):
-        config.inductor_choices_class = Choices  # a part of the cache's key
-        virtualized.V.set_choices_handler(Choices())  # this thread may have compiled before
+        compat.warn_if_untried("the order of gradient sums in compiled blocks", TRIED_TORCH)
+        # monkeypatch: Inductor's choices. May go when it leaves a norm's sum with the norm.
+        config.inductor_choices_class = SeparateRowSums  # also a part of the cache's key
+        virtualized.V.set_choices_handler(SeparateRowSums())  # this thread may have compiled before
 
 
 def launch_triton_kernels_statically() -> None:
-    """Start own Triton kernels in a graph as Inductor starts those that it makes, without Triton's Python launcher.
+    """Start our Triton kernels in a graph as Inductor starts its own: by a C++ launcher, not Triton's Python one.
 
-    There are 36 in a float8 block, and the host is what a step of short kernels waits for. An environment variable of
-    Inductor's that says otherwise goes first.
+    A float8 block has 36 of them, and the host is what a step of short kernels waits for. Inductor's own environment
+    variable wins over this.
     """
-    name = "static_launch_user_defined_triton_kernels"
+    name = "static_launch_user_defined_triton_kernels"  # not every release has it
     if hasattr(config, name) and f"TORCHINDUCTOR_{name.upper()}" not in os.environ:
         setattr(config, name, True)

@@ -1,4 +1,4 @@
-"""What a context-parallel rank holds of a sequence, and the exchange of sequence for heads.
+"""Which positions of a sequence a context-parallel rank holds, and the exchange of sequence for heads (Ulysses).
 
 Shapes: B batch, N heads, S positions of a rank, T = W*S of all, H head size. W ranks.
 """
@@ -16,69 +16,71 @@ from titanyaml.distributed.tensor import TensorGroup, exchange_rows
 
 
 def even_positions(length: int, *, rank: int, size: int, device: torch.device) -> Tensor:
-    """Positions [S] of a rank: one run of neighbours, in the order of ranks."""
+    """Positions [S] of a rank: one contiguous run, in rank order."""
     share = length // size
     return torch.arange(rank * share, (rank + 1) * share, device=device)
 
 
 def head_tail_positions(length: int, *, rank: int, size: int, device: torch.device) -> Tensor:
-    """Positions [S] of a rank: of 2*size runs the one numbered ``rank`` and the one as far from the end.
+    """Positions [S] of a rank: of 2*size runs, run ``rank`` (head) and the run as far from the end (tail).
 
-    Under a causal mask late positions have more to look at; together head and tail cost the same on each rank.
+    Under a causal mask late positions attend to more keys. Head and tail together cost the same on every rank.
     """
     run = length // (2 * size)
-    numbers = torch.arange(run, device=device)
-    return torch.cat((numbers + rank * run, numbers + (2 * size - 1 - rank) * run))
+    offsets = torch.arange(run, device=device)
+    return torch.cat((offsets + rank * run, offsets + (2 * size - 1 - rank) * run))
 
 
 def natural_order(gathered: Tensor, dim: int, size: int) -> Tensor:
-    """Head-tail shards, one after the other in rank order along ``dim``, to the order of positions."""
+    """Head-tail shards, concatenated along ``dim`` in rank order, to the order of positions."""
     runs = gathered.chunk(2 * size, dim)
     return torch.cat((*runs[::2], *runs[::-2]), dim)
 
 
-def rank_order(whole: Tensor, dim: int, size: int) -> Tensor:
-    """The reverse of ``natural_order``."""
-    runs = whole.chunk(2 * size, dim)
+def rank_order(full: Tensor, dim: int, size: int) -> Tensor:
+    """The inverse of ``natural_order``."""
+    runs = full.chunk(2 * size, dim)
     return torch.cat([runs[i] for rank in range(size) for i in (rank, 2 * size - 1 - rank)], dim)
 
 
 def gather_positions(x_BNSH: Tensor, group: TensorGroup) -> Tensor:
-    """Head-tail shards to the whole [B, N, T, H] in the order of positions; its gradients are summands."""
+    """Head-tail shards to the full [B, N, T, H] in the order of positions. Gradients of the result are summands."""
     return _GatherPositions.apply(x_BNSH, group.name, group.size)
 
 
 def sequence_to_heads(tensors_BNSH: tuple[Tensor, ...], group: TensorGroup) -> tuple[Tensor, ...]:
-    """All heads of the rank's positions to some heads of all positions: each [B, N, S, H] to [B, N/W, T, H].
+    """From all heads of the rank's positions to some heads of all positions: each [B, N, S, H] to [B, N/W, T, H].
 
-    One exchange for all; one copy before it and, with several sequences, one behind it. The results are views in the
-    memory order B, T, heads, H.
+    One all-to-all for all tensors: a collective of each would pay its latency again. There is one copy before it and,
+    with several sequences, one after it. The results are views in the memory order B, T, heads, H.
     """
     size = group.size
     heads = [x.shape[1] // size for x in tensors_BNSH]
-    mine_WBSnH = torch.cat([x.transpose(1, 2).unflatten(2, (size, -1)).movedim(2, 0) for x in tensors_BNSH], dim=3)
-    theirs_WBSnH = exchange_rows(mine_WBSnH, [1] * size, [1] * size, group)
-    return theirs_WBSnH.movedim(0, 1).flatten(1, 2).transpose(1, 2).split(heads, dim=1)
+    by_head_group = [x.transpose(1, 2).unflatten(2, (size, -1)).movedim(2, 0) for x in tensors_BNSH]
+    sent_WBSnH = torch.cat(by_head_group, dim=3)
+    received_WBSnH = exchange_rows(sent_WBSnH, [1] * size, [1] * size, group)
+    return received_WBSnH.movedim(0, 1).flatten(1, 2).transpose(1, 2).split(heads, dim=1)
 
 
 def heads_to_sequence(x_BNTH: Tensor, group: TensorGroup) -> Tensor:
-    """The reverse, of one tensor: [B, N/W, T, H] to [B, N, S, H], in the memory order B, S, N, H."""
+    """The inverse, of one tensor: [B, N/W, T, H] to [B, N, S, H], in the memory order B, S, N, H."""
     size = group.size
-    mine_WBSnH = x_BNTH.transpose(1, 2).unflatten(1, (size, -1)).movedim(1, 0)
-    theirs_WBSnH = exchange_rows(mine_WBSnH, [1] * size, [1] * size, group)
-    return theirs_WBSnH.movedim(0, 2).flatten(2, 3).transpose(1, 2)
+    sent_WBSnH = x_BNTH.transpose(1, 2).unflatten(1, (size, -1)).movedim(1, 0)
+    received_WBSnH = exchange_rows(sent_WBSnH, [1] * size, [1] * size, group)
+    return received_WBSnH.movedim(0, 2).flatten(2, 3).transpose(1, 2)
 
 
 class _GatherPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BNSH: Tensor, name: str, size: int) -> Tensor:
         ctx.group = name, size
-        ranks = compat.all_gather(x_BNSH.contiguous(), size, name).chunk(size)
-        return natural_order(torch.cat(ranks, dim=2), 2, size)
+        shards = compat.all_gather(x_BNSH.contiguous(), size, name).chunk(size)
+        return natural_order(torch.cat(shards, dim=2), 2, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor | None, ...]:
+        # every rank's queries add to the gradient of every position: a sum, of which each rank keeps its shard
         name, size = ctx.group
-        ranks = rank_order(grad_BNTH, 2, size).chunk(size, dim=2)
-        return compat.reduce_scatter(torch.cat(ranks), size, name), None, None
+        shards = rank_order(grad_BNTH, 2, size).chunk(size, dim=2)
+        return compat.reduce_scatter(torch.cat(shards), size, name), None, None

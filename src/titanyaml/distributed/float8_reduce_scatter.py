@@ -36,7 +36,7 @@ def float8_matmul_exchange(
     """
     # Hopper's float8 GEMM reads both sides contiguous along K
     rights = [right if right.stride(0) == 1 else right.t().contiguous().t() for right in rights]
-    lefts_RLK = [_slice_by_rank(left, batch, size) for left in lefts]
+    lefts_RLK = [_slice_by_rank(left_MK, batch, size) for left_MK in lefts]
     left_scales_R = [
         _slice_by_rank(scale, batch, size) if scale.numel() > 1 else scale.expand(size, *scale.shape)
         for scale in left_scales

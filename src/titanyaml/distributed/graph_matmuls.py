@@ -68,10 +68,10 @@ def matmuls_after_gather(gathered: Node) -> CollectivePlace | None:
     flat_views = [user for user in gathered.users if user.target is aten.reshape.default]
     matmuls = [
         user
-        for left in (gathered, *flat_views)
-        for user in left.users
-        if (user.target in _MATMULS and _arg(user, 0) is left)
-        or (user.target is aten.addmm.default and _arg(user, 1) is left)
+        for lhs in (gathered, *flat_views)
+        for user in lhs.users
+        if (user.target in _MATMULS and _arg(user, 0) is lhs)
+        or (user.target is aten.addmm.default and _arg(user, 1) is lhs)
     ]
     if not matmuls:
         return None
@@ -138,8 +138,8 @@ def merge_summed_matmuls(reduce_scatter: Node) -> None:
     with graph.inserting_before(total):
         # The lefts are joined in three dimensions, where Inductor writes each next to the others as it computes it.
         lefts = [_call(graph, aten.reshape, mm.args[0], [*lead, value(_arg(mm, 0)).shape[1]]) for mm in matmuls]
-        left = _call(graph, aten.cat, lefts, len(lead))
-        flat_TK = _call(graph, aten.reshape, left, [math.prod(lead), value(left).shape[-1]])
+        lhs = _call(graph, aten.cat, lefts, len(lead))
+        flat_TK = _call(graph, aten.reshape, lhs, [math.prod(lead), value(lhs).shape[-1]])
         right_KN = _call(graph, aten.cat, [mm.args[1] for mm in matmuls], 0)
         product_TN = _call(graph, aten.mm, flat_TK, right_KN)
         result = _call(graph, aten.reshape, product_TN, list(value(total).shape))
@@ -151,8 +151,8 @@ def split_bias_from_addmm(gathered: Node) -> None:
     """Write ``addmm(bias, reshape(gathered), b)`` as a matmul, reshaped as ``gathered`` is, and an addition."""
     for flat_TK in [user for user in gathered.users if user.target is aten.reshape.default]:
         for addmm in [user for user in flat_TK.users if user.target is aten.addmm.default]:
-            bias, left, right_KN = addmm.args
-            if left is not flat_TK or addmm.kwargs:
+            bias, lhs, right_KN = addmm.args
+            if lhs is not flat_TK or addmm.kwargs:
                 continue
             graph, lead = addmm.graph, value(gathered).shape[:-1]
             with graph.inserting_before(addmm):

@@ -17,7 +17,7 @@ CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _CPU_CHUNK = 65536  # elements
 
 #: A mesh and those of its axes over which shards differ; (None, ()) for plain tensors.
-_Place = tuple[DeviceMesh | None, tuple[int, ...]]
+_ShardAxes = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 @torch.no_grad()
@@ -36,11 +36,10 @@ def grad_norm(
     same order.
 
     Args:
-        tensors: gradients; an nn.Parameter stands for its gradient, and is left out where it has none.
-        grads: gradients by parameter, where they are not in ``.grad``.
-        norm_type: 2.0, or ``inf`` for the largest absolute value (a NaN then counts as infinite, because a maximum
-            over ranks may lose it).
-        stages: ranks that hold other parameters each (pipeline stages), over which is summed at the end.
+        tensors: gradients; an nn.Parameter stands for its gradient, and is left out if it has none.
+        grads: gradients by parameter, if they are not in ``.grad``.
+        norm_type: 2.0, or ``inf`` for the largest absolute value.
+        stages: ranks that hold different parameters (pipeline stages), over which is summed at the end.
         square_sum: sums the squares of this rank's tensors, in place of PyTorch's operators (not in float64).
 
     Returns:
@@ -48,64 +47,64 @@ def grad_norm(
         gradients.
     """
     assert norm_type in (2.0, float("inf")), norm_type
-    places: dict[_Place, list[Tensor]] = defaultdict(list)
+    shards: dict[_ShardAxes, list[Tensor]] = defaultdict(list)
     dtype, device = torch.float32, torch.device("cpu")
-    for grad in _gradients(tensors, grads):
-        place, local = _locate(grad)
-        places[place].append(local)
-        device = local.device
-        dtype = torch.float64 if local.dtype == torch.float64 else dtype
+    for grad in _unique_gradients(tensors, grads):
+        shard_axes, shard = _shard_of(grad)
+        shards[shard_axes].append(shard)
+        device = shard.device
+        dtype = torch.float64 if shard.dtype == torch.float64 else dtype
+    # Partial norms stay in float64: combining them in float32 would round once for each mesh and each collective.
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for place, locals_ in places.items():
+    for (mesh, axes), local_shards in shards.items():
         if square_sum is not None and norm_type == 2.0 and dtype != torch.float64:
-            own = square_sum(locals_).sqrt()
+            local_norm = square_sum(local_shards).sqrt()
         else:
-            own = _local_norm(locals_, norm_type, dtype, device)
-        part = _reduce(own, place, norm_type)
-        total = torch.maximum(total, part) if norm_type != 2.0 else torch.hypot(total, part)
+            local_norm = _local_norm(local_shards, norm_type, dtype, device)
+        norm = _reduce([mesh.get_group(axis) for axis in axes] if mesh is not None else [], local_norm, norm_type)
+        total = torch.maximum(total, norm) if norm_type != 2.0 else torch.hypot(total, norm)
     if stages is not None:
-        total = _over([stages], total, norm_type)
+        total = _reduce([stages], total, norm_type)
     return total.to(dtype)
 
 
 @torch.no_grad()
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)), the formula of torch's clip_grad_norm_: what the gradients are multiplied by.
+    """min(1, max_norm / (norm + 1e-6)), as in torch's clip_grad_norm_: the factor that gradients are multiplied by.
 
-    Nothing waits for the device. A norm that is not finite makes the gradients so: look at it first.
+    The host does not wait for the device. A norm that is not finite makes the gradients so: look at it first.
     """
     return (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
 
 
-def _gradients(tensors: Iterable[Tensor], grads: Mapping[nn.Parameter, Tensor] | None) -> Iterable[Tensor]:
-    """Each gradient once, a parameter that comes twice (tied weights) too."""
-    seen: set[int] = set()
+def _unique_gradients(tensors: Iterable[Tensor], grads: Mapping[nn.Parameter, Tensor] | None) -> Iterable[Tensor]:
+    """Each gradient once, also of a parameter that comes twice (tied weights)."""
+    seen_ids: set[int] = set()
     for tensor in list(tensors):  # the list keeps all alive, so that no id is used twice
-        if id(tensor) in seen:
+        if id(tensor) in seen_ids:
             continue
-        seen.add(id(tensor))
-        if isinstance(tensor, nn.Parameter):
-            grad = tensor.grad if grads is None else grads.get(tensor)
-            if grad is not None:
-                yield grad
-        else:
+        seen_ids.add(id(tensor))
+        if not isinstance(tensor, nn.Parameter):
             yield tensor
+        elif (grad := tensor.grad if grads is None else grads.get(tensor)) is not None:
+            yield grad
 
 
-def _locate(grad: Tensor) -> tuple[_Place, Tensor]:
-    """Where the shards of a gradient lie, and the shard here."""
+def _shard_of(grad: Tensor) -> tuple[_ShardAxes, Tensor]:
+    """The axes over which the shards of a gradient lie, and this rank's shard."""
     if not isinstance(grad, DTensor):
         return (None, ()), grad
     if any(placement.is_partial() for placement in grad.placements):
         grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
     mesh = grad.device_mesh
     axes = tuple(i for i, p in enumerate(grad.placements) if not p.is_replicate() and mesh.size(i) > 1)
-    # of a sum under way: a kernel of ours reads memory, and nothing waits by itself
-    return (mesh, axes), getattr(local := grad.to_local(), "wait", lambda: local)()
+    shard = grad.to_local()
+    # A redistributed shard may still be on its way. torch's operators wait by themselves; our kernels read memory.
+    return (mesh, axes), shard.wait() if hasattr(shard, "wait") else shard
 
 
 def _local_norm(shards: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Norm of the shards of this rank: each in ``dtype``, taken together in float64 (0-dim)."""
+    """Norm of this rank's shards: each in ``dtype``, combined in float64 (0-dim)."""
     pieces = [piece for shard in shards for piece in _pieces(shard)]
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -113,26 +112,21 @@ def _local_norm(shards: list[Tensor], norm_type: float, dtype: torch.dtype, devi
     return torch.linalg.vector_norm(norms, norm_type)
 
 
-def _pieces(shard: Tensor) -> Iterable[Tensor]:
-    """Parts over which a float32 sum is accurate; none of an empty shard, which has no largest value.
+def _pieces(shard: Tensor) -> Sequence[Tensor]:
+    """Pieces over which a float32 sum is accurate; none of an empty shard, which has no largest value.
 
-    On a CPU torch adds float32 squares one after the other: 50 million elements in one go are off by 4e-3, chunks of
-    65536 by 2e-7 at the same speed. On a GPU the sum is a tree.
+    On a CPU torch adds float32 squares one after the other: a single sum over 50 million elements was off by 4e-3,
+    chunks of 65,536 by 2e-7 at the same speed. On a GPU the sum is a tree.
     """
     if shard.numel() == 0:
         return ()
     return shard.reshape(-1).split(_CPU_CHUNK) if shard.device.type == "cpu" else (shard,)
 
 
-def _reduce(norm: Tensor, place: _Place, norm_type: float) -> Tensor:
-    """Norm over the shards of all ranks."""
-    mesh, axes = place
-    return _over([mesh.get_group(axis) for axis in axes], norm, norm_type)
-
-
-def _over(groups: list[dist.ProcessGroup], norm: Tensor, norm_type: float) -> Tensor:
-    """Norm over the ranks of groups, each of which hold different elements."""
+def _reduce(groups: list[dist.ProcessGroup], norm: Tensor, norm_type: float) -> Tensor:
+    """Norm over the ranks of groups, each of which holds different elements."""
     if norm_type != 2.0:
+        # a maximum over ranks may lose a NaN, so that it counts as infinite
         norm = norm.nan_to_num(nan=float("inf"), posinf=float("inf"))
         for group in groups:
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)

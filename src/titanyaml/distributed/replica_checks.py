@@ -1,6 +1,6 @@
-"""Do ranks that must hold the same really hold the same? Asked once, before the first step.
+"""Checks, before the first step, that ranks which must hold the same values do.
 
-A replica that differs in one bit trains on without an error, and so do data ranks that draw the same random numbers.
+A replica that differs in one bit trains on without an error, and so do data ranks that draw equal random numbers.
 """
 
 from __future__ import annotations
@@ -16,68 +16,75 @@ from titanyaml.distributed.env import Env
 from titanyaml.distributed.tensor import local
 from titanyaml.errors import TitanError
 
-_CHUNK = 2**22  # elements: the sum is taken over int64 copies of so many
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**22  # elements: the sum makes int64 copies, 32 MiB each, of a chunk and not of a whole weight
+_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> int:
     """A number that changes with any bit of the tensor and with the order of its elements."""
     flat = tensor.detach().reshape(-1)
-    flat = flat.view(_BITS[flat.element_size()]) if flat.numel() else flat.to(torch.int64)
+    flat = flat.view(_INT_OF_SIZE[flat.element_size()]) if flat.numel() else flat.to(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, len(flat), _CHUNK):
         bits = flat[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start, start + len(bits), device=flat.device)
-        # odd factors that differ from place to place; int64 wraps, which loses nothing here
-        total += (bits * (2 * place + 1) + (bits ^ place) * 0x9E3779B97F4A7C1).sum()
+        index = torch.arange(start, start + len(bits), device=flat.device)
+        # An odd factor that differs for each index. Odd numbers are invertible modulo 2^64, so that int64 may wrap
+        # without losing a bit. The second term mixes value and index otherwise, against sums that collide by chance.
+        total += (bits * (2 * index + 1) + (bits ^ index) * 0x9E3779B97F4A7C1).sum()
     return int(total)
 
 
-def check_replicas_match(named: Iterable[tuple[str, Tensor]], env: Env) -> None:
+def check_replicas_match(named_tensors: Iterable[tuple[str, Tensor]], env: Env) -> None:
     """Compare every tensor, or every shard of a DTensor, with its copies on other ranks, bit for bit.
 
     Args:
-        named: weights, buffers and optimizer state by name; the same names on all ranks that hold them.
+        named_tensors: weights, buffers and optimizer state; the same names on all ranks that hold them.
 
     Raises:
-        TitanError: copies differ; it names the first tensors and ranks.
+        TitanError: copies differ; it names the first tensor and its ranks.
     """
     if env.world_size == 1:
         return
-    mine = {(name, _part(tensor)): checksum(local(tensor)) for name, tensor in named}
-    ranks = comm.gather_objects(mine, env)
-    first = {key: (rank, value) for rank in reversed(range(len(ranks))) for key, value in ranks[rank].items()}
+    sums = {(name, _shard_of(tensor)): checksum(local(tensor)) for name, tensor in named_tensors}
+    sums_by_rank = comm.gather_objects(sums, env)
+    # the lowest rank that holds a shard, since later entries of the reversed walk replace earlier ones
+    first = {
+        key: (rank, sums_by_rank[rank][key]) for rank in reversed(range(env.world_size)) for key in sums_by_rank[rank]
+    }
     different = {
-        name: (first[name, part][0], rank)
-        for rank, sums in enumerate(ranks)
-        for (name, part), value in sums.items()
-        if value != first[name, part][1]
+        key[0]: (first[key][0], rank)
+        for rank, rank_sums in enumerate(sums_by_rank)
+        for key, value in rank_sums.items()
+        if value != first[key][1]
     }
     if different:
-        name, (one, other) = next(iter(different.items()))
+        name, (first_rank, other_rank) = next(iter(different.items()))
         more = f" and {len(different) - 1} more tensors" if len(different) > 1 else ""
         raise TitanError(
-            f"rank {other} holds another {name} than rank {one}{more}, although they are copies of one",
+            f"rank {other_rank} holds another {name} than rank {first_rank}{more}, although they are copies of one",
             key="pipeline.plugins",
             hint="a plugin, or the installed software, differs between ranks",
         )
 
 
 def check_random_streams(seed: int, data_rank: int, env: Env) -> None:
-    """Data ranks draw different random numbers, ranks that share data the same.
+    """Check that data ranks draw different random numbers and that ranks which share data draw the same.
 
     Raises:
         TitanError: they do not.
     """
     draw = torch.randint(2**62, (), generator=rng.generator(seed, "step", 0, data_rank)).item()
-    ranks = comm.gather_objects((data_rank, draw), env)
-    if len({data for data, _ in ranks}) != len(set(ranks)) or len({number for _, number in ranks}) != len(set(ranks)):
-        raise TitanError(f"random streams do not follow the data ranks: {ranks}", key="run.seed")
+    pairs = comm.gather_objects((data_rank, draw), env)
+    # one-to-one: as many data ranks and as many draws as there are pairs of them
+    if not len({data for data, _ in pairs}) == len({number for _, number in pairs}) == len(set(pairs)):
+        raise TitanError(f"random streams do not follow the data ranks: {pairs}", key="run.seed")
 
 
-def _part(tensor: Tensor) -> tuple[int, ...]:
-    """Which shard is here: the coordinates along the axes that shard."""
+def _shard_of(tensor: Tensor) -> tuple[int, ...]:
+    """The shard on this rank: the mesh coordinates along the axes that shard. Copies have equal ones."""
     if not isinstance(tensor, DTensor):
         return ()
     coordinates = tensor.device_mesh.get_coordinate() or ()
-    return tuple(at for at, p in zip(coordinates, tensor.placements, strict=True) if not p.is_replicate())
+    return tuple(
+        at for at, placement in zip(coordinates, tensor.placements, strict=True) if not placement.is_replicate()
+    )

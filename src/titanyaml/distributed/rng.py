@@ -1,8 +1,8 @@
 """Named random streams: every draw comes from a generator whose seed is a hash of (run seed, names).
 
-A name says what the numbers are for, so streams cannot meet by chance, and there is no generator state to store: on
-resume the same names give the same numbers. Put into the names what a stream may depend on: a parameter's name for
-initial weights, (epoch) for the sample order, the data rank (never the tp, cp or pp rank) for dropout.
+There is no generator state to store: after a resume the same names give the same numbers. Put into the names all that
+a stream may depend on: a parameter's name for initial weights, the epoch for the sample order, the data rank (never the
+tp, cp or pp rank, which share activations) for dropout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def seed_for(seed: int, *names: str | int) -> int:
         names: what the stream is for; ``"1"`` and ``1`` are different names, as are ``("a", "b")`` and ``("ab",)``.
     """
     parts = [f"{type(part).__name__}:{part}" for part in (int(seed), *names)]
-    text = "".join(f"{len(part)}:{part}" for part in parts)  # lengths keep neighbouring names apart
+    text = "".join(f"{len(part)}:{part}" for part in parts)  # with lengths, no two lists of names give one text
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 

@@ -1,12 +1,14 @@
-"""What tensor and expert parallelism compute with: one group, its autograd-aware collectives, who owns which row.
+"""Collectives with gradients over one group of ranks, as tensor and expert parallelism use them.
 
-Activations are plain tensors. Each function says what the tp ranks hold before and after: *equal* (the same tensor),
-*part* (each its slice of the sequence) or *summand* (addends of the true value). The backward of each does the
-reverse for gradients, so that a chain of them is exact whatever stands between. Functional collectives only: they are
-operators that torch.compile and async tensor parallelism see in the graph. Waiting is part of each function; a result
-that is still on its way, entering a compiled block, loses its gradient there (torch 2.13).
+Activations are plain tensors. Each docstring says what the ranks hold before and after: *equal* tensors, *shards* (each
+its slice of the sequence) or *summands* (addends of the true value). The backward of each function does the reverse to
+gradients, so a chain of them is exact whatever stands between. DTensor activations would place collectives by
+themselves; in torch 2.13 a compiled block after a sharded embedding then gives the embedding a gradient of zero.
 
-Shapes: B batch, S sequence, D model width; a sequence is sliced evenly along dimension 1.
+Only functional collectives are used: torch.compile and async tensor parallelism see these operators in the graph. Each
+function waits for its result: one still on its way loses its gradient where it enters a compiled block (torch 2.13).
+
+Shapes: B batch, S sequence, D model width. A sequence is sliced evenly along dimension 1.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from titanyaml.distributed import compat
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks of a one-dimensional mesh. name: of the process group. rank: this rank's place. size: ranks."""
+    """The ranks of a one-dimensional mesh: name of the process group, this rank's index in it, number of ranks."""
 
     name: str
     rank: int
@@ -33,7 +35,6 @@ class TensorGroup:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> TensorGroup:
-        """The group of ``mesh``."""
         assert mesh.ndim == 1, "one axis"
         return cls(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
@@ -43,43 +44,43 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def place_like(shard: Tensor, other: Tensor) -> Tensor:
-    """``shard``, of the shape of ``other``'s shard on this rank, as a tensor that is placed as ``other`` is."""
-    if not isinstance(other, DTensor):
+def place_like(shard: Tensor, template: Tensor) -> Tensor:
+    """``shard``, of the shape of ``template``'s shard on this rank, as a tensor that is placed as ``template`` is."""
+    if not isinstance(template, DTensor):
         return shard
-    mesh, placements, stride = other.device_mesh, other.placements, other.stride()
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=other.shape, stride=stride)
+    mesh, placements, stride = template.device_mesh, template.placements, template.stride()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=template.shape, stride=stride)
 
 
 def gather_sequence(x_BSD: Tensor, group: TensorGroup) -> Tensor:
-    """Parts [B, S/size, D] to equal wholes [B, S, D]. The gradients of the wholes are summands."""
+    """Shards [B, S/size, D] to equal tensors [B, S, D], whose gradients are summands."""
     return _GatherSequence.apply(x_BSD, group.name, group.size)
 
 
 def scatter_sum(x_BSD: Tensor, group: TensorGroup) -> Tensor:
-    """Summands [B, S, D] to parts [B, S/size, D] of their sum."""
+    """Summands [B, S, D] to shards [B, S/size, D] of their sum."""
     return _ScatterSum.apply(x_BSD, group.name, group.size)
 
 
 def all_reduce_sum(x: Tensor, group: TensorGroup) -> Tensor:
-    """Summands to their sum, equal everywhere; so is its gradient, which is each summand's."""
-    return _Sum.apply(x, group.name)
+    """Summands to equal sums. The gradients of the sum are equal too, and are each summand's."""
+    return _AllReduceSum.apply(x, group.name)
 
 
 def all_reduce_gradient(x: Tensor, group: TensorGroup, *, dtype: torch.dtype | None = None) -> Tensor:
-    """``x``, equal everywhere and used differently: its gradients are summands, and are summed.
+    """``x``, equal on all ranks but used differently: its gradients are summands, and are summed.
 
     Args:
         dtype: of the sum, which is rounded to x's dtype afterwards; None: x's.
     """
-    return _SumGradient.apply(x, group.name, dtype or x.dtype)
+    return _AllReduceGradient.apply(x, group.name, dtype or x.dtype)
 
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: TensorGroup) -> Tensor:
-    """Rows to the ranks that need them; the gradients go back.
+    """All-to-all of rows; gradients travel back.
 
     Args:
-        x: [sum(sent), ...], the rows for rank 0 first. sent, received: rows to and from each rank.
+        x: [sum(sent), ...], the rows for rank 0 first. sent, received: number of rows to and from each rank.
 
     Returns:
         [sum(received), ...], the rows from rank 0 first.
@@ -88,17 +89,17 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Tensor
 
 
 def local_rows(ids: Tensor, *, rows: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where ids stand in this rank's ``rows`` rows of a table of ``rows * size``.
+    """Indices into this rank's ``rows`` rows of a table of ``rows * size``.
 
     Returns:
-        Row numbers, 0 for rows of other ranks; and a mask, True where the row is ours. An id that no rank owns gets
-        row ``rows`` everywhere, which is no row: the lookup fails (on CUDA by its device-side assertion) instead of
-        taking the sum of nothing for an embedding.
+        Row numbers, 0 for rows of other ranks; and a mask, True for rows of this rank. An id that no rank owns gets
+        row ``rows`` on all of them, which does not exist. The lookup then fails (on CUDA by its device-side
+        assertion), instead of taking the sum of nothing for an embedding.
     """
-    rows_of_ids = ids - rank * rows
-    mine = (rows_of_ids >= 0) & (rows_of_ids < rows)
-    nobodys = (ids < 0) | (ids >= rows * size)
-    return rows_of_ids.where(mine, 0).masked_fill(nobodys, rows), mine
+    row_numbers = ids - rank * rows
+    is_local = (row_numbers >= 0) & (row_numbers < rows)
+    is_invalid = (ids < 0) | (ids >= rows * size)
+    return row_numbers.where(is_local, 0).masked_fill(is_invalid, rows), is_local
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -125,7 +126,7 @@ class _ScatterSum(torch.autograd.Function):
         return gather_shards(grad_BSD, *ctx.group), None, None
 
 
-class _Sum(torch.autograd.Function):
+class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         return compat.all_reduce(x, "sum", name)
@@ -136,7 +137,7 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-class _SumGradient(torch.autograd.Function):
+class _AllReduceGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         ctx.group = name, dtype
@@ -152,19 +153,19 @@ class _SumGradient(torch.autograd.Function):
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
-        ctx.way = sent, received, name
+        ctx.route = sent, received, name
         return compat.all_to_all(x, received, sent, name)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        sent, received, name = ctx.way
+        sent, received, name = ctx.route
         return compat.all_to_all(grad, sent, received, name), None, None, None
 
 
 def gather_shards(x_BSD: Tensor, name: str, size: int) -> Tensor:
     """As ``gather_sequence``, of any dtype and without a gradient."""
-    # the collective works along dimension 0; the sequence is dimension 1
+    # the collective works along dimension 0, the sequence is dimension 1
     return torch.cat(compat.all_gather(x_BSD.contiguous(), size, name).chunk(size, dim=0), dim=1)
 
 
