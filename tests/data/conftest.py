@@ -13,6 +13,7 @@ from titanyaml import data
 from titanyaml.config import schema
 from titanyaml.data.files import Document
 from titanyaml.data.packing import Sample, pack
+from titanyaml.data.sources import Source
 from titanyaml.data.stream import StreamData
 from titanyaml.tokenizer.byte import ByteTokenizer
 
@@ -99,10 +100,8 @@ def stream(texts: list[str]) -> Callable[..., StreamData]:
             build.opened.append(skip)
             return (Document(f"row {row}", text) for row, text in enumerate(texts[skip:], skip))
 
-        return StreamData(
-            rows, ByteTokenizer(), what="texts", identity={"name": "texts"}, fraction=fraction, split=split,
-            seq_len=seq_len, vocab_size=vocab_size,
-        )  # fmt: skip
+        source = Source("texts", {"name": "texts"}, lambda: rows(0), fraction=fraction)
+        return StreamData(rows, ByteTokenizer(), source, split=split, seq_len=seq_len, vocab_size=vocab_size)
 
     build.opened = []
     return build

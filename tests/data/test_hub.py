@@ -46,7 +46,8 @@ def test_the_splits_of_the_dataset(hf_spec: Callable, texts: list[str]) -> None:
     spec = hf_spec(validation_split="test")
     assert list(data.documents(spec, "train")) == texts[:40]
     assert list(data.documents(spec, "validation")) == texts[40:]
-    data.ensure(spec, tokenizer=ByteTokenizer())
+    for split in ("train", "validation"):
+        build(spec, split)
     assert len(list((Path(spec.cache_dir) / "corpora").glob("*/meta.json"))) == 2
 
 

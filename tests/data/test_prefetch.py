@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from titanyaml.data.prefetch import Ahead
+from titanyaml.data.prefetch import Prefetcher
 
 
 def wait_for(condition, seconds: float = 30.0) -> bool:
@@ -26,14 +26,14 @@ def data_threads() -> int:
 
 
 def test_items_come_in_order_and_end() -> None:
-    ahead = Ahead(iter(range(50)), 3)
+    ahead = Prefetcher(iter(range(50)), 3)
     assert list(ahead) == list(range(50))
     assert list(ahead) == []
 
 
 def test_it_runs_ahead_but_not_further_than_its_depth() -> None:
     made = []
-    ahead = Ahead((made.append(number) or number for number in itertools.count()), 3)
+    ahead = Prefetcher((made.append(number) or number for number in itertools.count()), 3)
     assert wait_for(lambda: len(made) == 4)  # three in the queue, one waiting to go in
     time.sleep(0.2)
     assert len(made) == 4
@@ -47,7 +47,7 @@ def test_an_error_comes_where_its_item_would_have_and_again() -> None:
         yield 1
         raise RuntimeError("broken at the second")
 
-    ahead = Ahead(fails(), 2)
+    ahead = Prefetcher(fails(), 2)
     assert next(ahead) == 1
     for _ in range(2):
         with pytest.raises(RuntimeError, match="broken at the second"):
@@ -56,7 +56,7 @@ def test_an_error_comes_where_its_item_would_have_and_again() -> None:
 
 def test_close_stops_the_thread_even_when_the_queue_is_full() -> None:
     before = data_threads()
-    ahead = Ahead(itertools.count(), 1)
+    ahead = Prefetcher(itertools.count(), 1)
     assert data_threads() == before + 1
     ahead.close()
     ahead.close()
@@ -64,8 +64,8 @@ def test_close_stops_the_thread_even_when_the_queue_is_full() -> None:
 
 
 def test_a_forgotten_iterator_can_be_collected() -> None:
-    ahead = Ahead(itertools.count(), 1)
+    ahead = Prefetcher(itertools.count(), 1)
     thread = ahead._thread
-    assert not [held for held in gc.get_referrers(ahead) if isinstance(held, threading.Thread)]
+    assert not [referrer for referrer in gc.get_referrers(ahead) if isinstance(referrer, threading.Thread)]
     ahead.close()
     assert not thread.is_alive()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from titanyaml import tokenizer as tokenizers
 from titanyaml.config import schema
-from titanyaml.tokenizer import Tokenizer, build
+from titanyaml.tokenizer import Tokenizer
 
 WEIRD = (
     "",
@@ -30,6 +32,11 @@ def small_corpus() -> Iterator[str]:
     """About 20 kB that look like code."""
     for number in range(120):
         yield f"def f_{number}(self, value):\n    if value > {number}:\n        return value\n\n\treturn None\r\n"
+
+
+def build(spec: schema.Tokenizer, **options: Any) -> Tokenizer:
+    """``titanyaml.tokenizer.build`` with a key for the corpus."""
+    return tokenizers.build(spec, **({"corpus_key": lambda: "corpus"} | options))
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ def test_the_second_call_builds_nothing(tmp_path: Path) -> None:
 
 
 def test_one_of_many_builds_and_the_others_wait(tmp_path: Path) -> None:
-    builds, seen, started = [], [], threading.Barrier(6)
+    builds, contents, started = [], [], threading.Barrier(6)
 
     def slow(folder: Path) -> None:
         builds.append(folder)
@@ -40,14 +40,14 @@ def test_one_of_many_builds_and_the_others_wait(tmp_path: Path) -> None:
 
     def call() -> None:
         started.wait()
-        seen.append((build_once(tmp_path / "thing", slow, what="a thing") / "file").read_text())
+        contents.append((build_once(tmp_path / "thing", slow, what="a thing") / "file").read_text())
 
     threads = [threading.Thread(target=call) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(builds) == 1 and seen == ["whole"] * 6
+    assert len(builds) == 1 and contents == ["whole"] * 6
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     build_once(tmp_path / "thing", write, what="a thing")
 
 
-def test_a_killed_builder_leaves_nothing_half(tmp_path: Path) -> None:
+def test_a_killed_builder_leaves_no_partial_folder(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, signal, sys\n"
         "from titanyaml.tokenizer.cache import build_once\n"
@@ -80,7 +80,7 @@ def test_a_killed_builder_leaves_nothing_half(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".thing.tmp-*"))
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match="cannot write a thing") as caught:
         build_once(tmp_path / "file" / "thing", write, what="a thing")

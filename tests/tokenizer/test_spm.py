@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.tokenizer.conftest import WEIRD, small_corpus
+from tests.tokenizer.conftest import WEIRD, build, small_corpus
 from titanyaml.config import schema
 from titanyaml.errors import ConfigError, DataError
-from titanyaml.tokenizer import Tokenizer, build
+from titanyaml.tokenizer import Tokenizer
 from titanyaml.tokenizer.spm import SentencePieceTokenizer
 from titanyaml.tokenizer.spm_train import trained_model
 
@@ -40,8 +40,8 @@ def test_round_trip(trained: Tokenizer, text: str) -> None:
 
 
 def test_round_trip_of_every_character_and_in_a_batch(trained: Tokenizer) -> None:
-    every = "".join(map(chr, range(0x3000)))
-    texts = [every, *WEIRD, "\u2581".join(WEIRD)]
+    all_characters = "".join(map(chr, range(0x3000)))
+    texts = [all_characters, *WEIRD, "\u2581".join(WEIRD)]
     encoded = trained.encode_batch(texts)
     assert encoded == [trained.encode(text) for text in texts]
     assert [trained.decode(ids) for ids in encoded] == texts
@@ -62,13 +62,15 @@ def test_indentation_is_one_token(trained: Tokenizer) -> None:
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_training_is_deterministic_and_cached_by_what_it_depends_on(tmp_path: Path, model_type: str) -> None:
     spec = schema.Tokenizer(kind="sentencepiece", vocab_size=330, model_type=model_type)
-    first = trained_model(spec, corpus=small_corpus, cache_dir=tmp_path / "a")
-    second = trained_model(spec, corpus=small_corpus, cache_dir=tmp_path / "b")
+    small = {"corpus": small_corpus, "corpus_key": lambda: "small"}
+    first = trained_model(spec, cache_dir=tmp_path / "a", **small)
+    second = trained_model(spec, cache_dir=tmp_path / "b", **small)
     assert first.read_bytes() == second.read_bytes()
     assert first.parent.name == second.parent.name
     other = schema.Tokenizer(kind="sentencepiece", vocab_size=331, model_type=model_type)
-    assert trained_model(other, corpus=small_corpus, cache_dir=tmp_path / "a").parent != first.parent
-    changed = trained_model(spec, corpus=lambda: iter(["other text " * 50]), cache_dir=tmp_path / "a")
+    assert trained_model(other, cache_dir=tmp_path / "a", **small).parent != first.parent
+    other_text = {"corpus": lambda: iter(["other text " * 50]), "corpus_key": lambda: "other text"}
+    changed = trained_model(spec, cache_dir=tmp_path / "a", **other_text)
     assert changed.parent != first.parent
 
 
@@ -81,9 +83,8 @@ def test_a_cached_vocabulary_reads_no_corpus(tmp_path: Path, no_corpus: Callable
 def test_two_processes_train_once(tmp_path: Path) -> None:
     code = (
         "import logging, pathlib, sys; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
-        "from tests.tokenizer.conftest import small_corpus\n"
+        "from tests.tokenizer.conftest import build, small_corpus\n"
         "from titanyaml.config import schema\n"
-        "from titanyaml.tokenizer import build\n"
         "spec = schema.Tokenizer(kind='sentencepiece', vocab_size=400)\n"
         "corpus = lambda: (text for _ in range(30) for text in small_corpus())\n"
         "sys.stdin.readline()\n"
@@ -134,25 +135,25 @@ def test_a_foreign_model_is_used_as_it_is(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_errors(tmp_path: Path, no_corpus: Callable) -> None:
-    def given(**keys: object) -> Tokenizer:
+    def build_spec(**keys: object) -> Tokenizer:
         return build(schema.Tokenizer(kind="sentencepiece", **keys), corpus=no_corpus, cache_dir=tmp_path)
 
     with pytest.raises(DataError, match="cannot read .*missing.model: No such file"):
-        given(path=str(tmp_path / "missing.model"))
+        build_spec(path=str(tmp_path / "missing.model"))
     (tmp_path / "bad.model").write_bytes(b"not a model at all")
     (tmp_path / "empty.model").write_bytes(b"")
     for name in ("bad.model", "empty.model"):
         with pytest.raises(DataError, match=f"{name} is not a sentencepiece model"):
-            given(path=str(tmp_path / name))
+            build_spec(path=str(tmp_path / name))
     no_eos = foreign_model(tmp_path / "no_eos.model", eos_id=-1)
     with pytest.raises(DataError, match="no end-of-sentence piece") as caught:
-        given(path=str(no_eos))
+        build_spec(path=str(no_eos))
     assert caught.value.key == "tokenizer.eos_token"
-    assert given(path=str(no_eos), eos_token="<s>").eos_id == given(path=str(no_eos), eos_token="<s>").bos_id
+    assert build_spec(path=str(no_eos), eos_token="<s>").eos_id == build_spec(path=str(no_eos), eos_token="<s>").bos_id
     with pytest.raises(DataError, match="no piece '<nothing>'"):
-        given(path=str(no_eos), eos_token="<nothing>")
+        build_spec(path=str(no_eos), eos_token="<nothing>")
     with pytest.raises(DataError, match="tokens, not 999"):
-        given(path=str(no_eos), eos_token="<s>", vocab_size=999)
+        build_spec(path=str(no_eos), eos_token="<s>", vocab_size=999)
 
 
 def test_errors_of_training(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Nothing here but ``loader`` imports torch.
 """
 
-from titanyaml.data.build import build, build_tokenizer, corpus_key, ensure
 from titanyaml.data.sources import documents
+from titanyaml.data.training_data import build, build_tokenizer
 
-__all__ = ["build", "build_tokenizer", "corpus_key", "documents", "ensure"]
+__all__ = ["build", "build_tokenizer", "documents"]

@@ -22,7 +22,8 @@ from titanyaml.tokenizer.cache import build_once
 
 log = logging.getLogger("titanyaml.data")
 
-_VERSION = 1
+_VERSION = 1  # part of the cache key: to be raised with every change of the files' format or content
+# one call of the tokenizer: enough text for all cores, little enough memory
 _BATCH_CHARACTERS = 4_000_000
 _BATCH_DOCUMENTS = 4096
 _PROGRESS_S = 10.0
@@ -52,18 +53,19 @@ def open_corpus(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Corpus
     Raises:
         DataError: a document cannot be read, the source is empty, or the cache cannot be written or is damaged.
     """
+    # neither split nor sequence length: both are cut from one file, so a change of them tokenises nothing
     key = json.dumps([_VERSION, source.fingerprint, tokenizer.fingerprint])
     key = hashlib.sha256(key.encode()).hexdigest()[:32]
-    folder = build_once(
-        _folder(cache_dir, key), lambda new: _tokenise(source, tokenizer, new), what="the tokenised corpus"
-    )
+    folder = _folder(cache_dir, key)
+    build_once(folder, lambda new: _tokenise(source, tokenizer, new), what="the tokenised corpus")
     return _load(folder, key)
 
 
 def manifest(cache_dir: Path, key: str) -> dict[str, str] | None:
-    """The files that corpus was made of, None where the cache does not know it (any more)."""
+    """The files that a corpus was made of (name to "size sha256"); None where the cache has no such corpus."""
     try:
-        return json.loads((_folder(cache_dir, key) / "manifest.json").read_text(encoding="utf-8"))
+        files: dict[str, str] = json.loads((_folder(cache_dir, key) / "manifest.json").read_text(encoding="utf-8"))
+        return files
     except (OSError, ValueError):
         return None
 
@@ -85,21 +87,21 @@ def _load(folder: Path, key: str) -> Corpus:
             raise ValueError("bounds.npy does not fit tokens.bin")
         return Corpus(key, tokens, bounds, meta["max_id"], meta["max_id_document"])
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"the tokenised corpus in {folder} is damaged: {error}", key="data.cache_dir", hint=f"remove {folder}"
-        ) from error
+        message = f"the tokenised corpus in {folder} is damaged: {error}"
+        raise DataError(message, key="data.cache_dir", hint=f"remove {folder}") from error
 
 
 def _tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     """Fill a folder with tokens.bin, bounds.npy, meta.json and manifest.json."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size < 65536 else np.uint32)
     bounds, max_id, max_id_document = [0], -1, ""
-    progress = _Progress(source)
+    progress = _TokeniseProgress(source)
     with (folder / "tokens.bin").open("wb") as file:
         for batch in _batches(source.documents()):
             encoded = tokenizer.encode_batch([document.text for document in batch])
-            for document, ids in zip(batch, encoded, strict=True):
-                ids = np.array([*ids, tokenizer.eos_id], dtype=np.int64)
+            for document, document_ids in zip(batch, encoded, strict=True):
+                ids = np.array([*document_ids, tokenizer.eos_id], dtype=np.int64)
+                # a tokenizer that breaks its own bound would wrap around in the cast below
                 check_ids(ids, tokenizer.vocab_size, f"{document.name} (tokenizer's own size)")
                 if ids.max() > max_id:
                     max_id, max_id_document = int(ids.max()), document.name
@@ -107,7 +109,7 @@ def _tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
                 bounds.append(bounds[-1] + len(ids))
             progress.add(batch, bounds[-1])
     if len(bounds) == 1:
-        raise DataError(f"{source.what}: no document has any text", key="data")
+        raise DataError(f"{source.title}: no document has any text", key="data")
     np.save(folder / "bounds.npy", np.array(bounds, dtype=np.int64))
     meta = {
         "dtype": dtype.name,
@@ -120,11 +122,11 @@ def _tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
     (folder / "manifest.json").write_text(json.dumps(source.manifest, indent=2), encoding="utf-8")
-    progress.done(bounds)
+    progress.finish(bounds)
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Consecutive documents, about four million characters at a time."""
+    """Consecutive documents, about ``_BATCH_CHARACTERS`` at a time."""
     for first in documents:
         batch, size = [first], len(first.text)
         for document in itertools.islice(documents, _BATCH_DOCUMENTS - 1):
@@ -135,27 +137,24 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-class _Progress:
+class _TokeniseProgress:
     """A log line every ten seconds, and one at the end."""
 
     def __init__(self, source: Source) -> None:
         self._source, self._start, self._characters = source, time.monotonic(), 0
-        self._said = self._start
+        self._logged_at = self._start
 
     def add(self, batch: list[Document], num_tokens: int) -> None:
         self._characters += sum(len(document.text) for document in batch)
-        now = time.monotonic()
-        if now - self._said >= _PROGRESS_S:
-            self._said = now
-            total = f" of about {self._source.total_bytes / 1e6:.0f}" if self._source.total_bytes else ""
-            rate = self._characters / 1e6 / (now - self._start)
-            log.info(
-                "tokenising %s: %.0f%s MB, %.1f M tokens, %.1f MB/s",
-                self._source.what, self._characters / 1e6, total, num_tokens / 1e6, rate,
-            )  # fmt: skip
+        seconds = time.monotonic()
+        if seconds - self._logged_at < _PROGRESS_S:
+            return
+        self._logged_at = seconds
+        total = f" of about {self._source.total_bytes / 1e6:.0f}" if self._source.total_bytes else ""
+        megabytes, rate = self._characters / 1e6, self._characters / 1e6 / (seconds - self._start)
+        progress = (self._source.title, megabytes, total, num_tokens / 1e6, rate)
+        log.info("tokenising %s: %.0f%s MB, %.1f M tokens, %.1f MB/s", *progress)
 
-    def done(self, bounds: list[int]) -> None:
-        log.info(
-            "tokenised %s in %.1f s: %d documents, %d tokens",
-            self._source.what, time.monotonic() - self._start, len(bounds) - 1, bounds[-1],
-        )  # fmt: skip
+    def finish(self, bounds: list[int]) -> None:
+        result = (self._source.title, time.monotonic() - self._start, len(bounds) - 1, bounds[-1])
+        log.info("tokenised %s in %.1f s: %d documents, %d tokens", *result)

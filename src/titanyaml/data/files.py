@@ -25,7 +25,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class Document(NamedTuple):
-    """A text and the name that errors call it by (file, file:line, or file row N)."""
+    """A text, and its name in errors (file, file:line, or file row N)."""
 
     name: str
     text: str
@@ -34,36 +34,37 @@ class Document(NamedTuple):
 def find(patterns: Sequence[str]) -> list[Path]:
     """Files behind files, folders and globs: sorted within a pattern, patterns in the order given, none twice.
 
-    A folder gives its .txt, .md, .jsonl, .jsonl.gz and .parquet files at any depth; what else lies there is counted
-    in a log line. A glob or a file is taken as named: an unknown suffix is text.
+    A folder gives its .txt, .md, .jsonl, .jsonl.gz and .parquet files at any depth; other files in it are counted in
+    a log line. A glob or a file is taken as named: an unknown suffix is text.
 
     Raises:
-        DataError: nothing is given, or a pattern matches no file.
+        DataError: no pattern, or a pattern that matches no file.
     """
     if not patterns:
         raise DataError("no files are given", key="data.paths", hint="data.paths=[corpus.txt,more/,'logs/*.jsonl']")
-    found: dict[Path, None] = {}
+    found_files: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            files = _folder(path)
+            files = _folder_files(path)
         else:
             files = [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+        # a glob and os.walk list files in the order of the file system, which differs between machines
         files = sorted(file for file in files if file.is_file())
         if not files:
             raise DataError(f"{pattern} matches no file (in {Path.cwd()})", key="data.paths", hint="an existing path")
-        found.update(dict.fromkeys(files))
-    return list(found)
+        found_files.update(dict.fromkeys(files))
+    return list(found_files)
 
 
-def _folder(path: Path) -> list[Path]:
+def _folder_files(path: Path) -> list[Path]:
     files = [file for file in path.rglob("*") if file.is_file()]
-    taken = [file for file in files if file.name.endswith(FOLDER_SUFFIXES)]
-    left = Counter(file.suffix or "no suffix" for file in files if not file.name.endswith(FOLDER_SUFFIXES))
-    if left:
-        kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(left.items()))
-        log.info("%s: %d other files are not read (%s); a glob would name them", path, sum(left.values()), kinds)
-    return taken
+    documents = [file for file in files if file.name.endswith(FOLDER_SUFFIXES)]
+    ignored = Counter(file.suffix or "no suffix" for file in files if not file.name.endswith(FOLDER_SUFFIXES))
+    if ignored:
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(ignored.items()))
+        log.info("%s: %d other files are not read (%s); a glob would name them", path, ignored.total(), kinds)
+    return documents
 
 
 def read(path: Path, *, text_field: str) -> Iterator[Document]:
@@ -78,6 +79,7 @@ def read(path: Path, *, text_field: str) -> Iterator[Document]:
         elif path.suffix == ".parquet":
             yield from _parquet(path, text_field)
         else:
+            # bytes, decoded here: reading as text would turn \r\n into \n
             yield Document(str(path), _decode(path.read_bytes(), str(path)))
     except (OSError, EOFError) as error:  # EOFError: a gzip file that ends early
         raise DataError(f"cannot read {path}: {error}", key="data.paths") from error
@@ -90,21 +92,16 @@ def text_of(record: Any, field: str, name: str) -> str:
         DataError: no such field, or it holds something that is not Unicode text.
     """
     if not isinstance(record, dict) or field not in record:
-        if not isinstance(record, dict):
-            raise DataError(
-                f"{name}: no field {field!r}; there is: a {type(record).__name__}, no record", key="data.text_field"
-            )
-        there = list(record)
-        raise DataError(
-            f"{name}: no field {field!r}; there is: {', '.join(map(repr, there)) or 'none'}",
-            key="data.text_field",
-            hint=f"data.text_field={there[0]}" if there else "",
-        )
+        fields = list(record) if isinstance(record, dict) else []
+        listed = ", ".join(map(repr, fields)) or "none"
+        content = listed if isinstance(record, dict) else f"a {type(record).__name__}, no record"
+        hint = f"data.text_field={fields[0]}" if fields else ""
+        raise DataError(f"{name}: no field {field!r}; there is: {content}", key="data.text_field", hint=hint)
     text = record[field]
     if not isinstance(text, str):
         raise DataError(f"{name}: field {field!r} is {type(text).__name__}, not text", key="data.text_field")
     try:
-        text.encode("utf-8")
+        text.encode("utf-8")  # JSON may spell half of a surrogate pair, on which tokenizers fail later
     except UnicodeEncodeError as error:
         raise DataError(f"{name}: a lone surrogate is not text ({error})", key="data") from error
     return text
@@ -131,8 +128,9 @@ def _parquet(path: Path, field: str) -> Iterator[Document]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if field not in names:
-                text_of(dict.fromkeys(names), field, str(path))
+                text_of(dict.fromkeys(names), field, str(path))  # raises, with the fields that there are
             row = 0
+            # small batches: a row group of long documents may not fit in memory as Python objects
             for batch in file.iter_batches(batch_size=256, columns=[field]):
                 for text in batch.column(0).to_pylist():
                     name = f"{path} row {row}"
@@ -149,35 +147,26 @@ def _decode(content: bytes, name: str) -> str:
         raise DataError(f"{name}: not UTF-8 text: {error}", key="data.paths") from error
 
 
-def stdlib_root() -> Path:
-    """Folder of the running Python's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def stdlib_files() -> list[Path]:
-    """The .py files of the standard library with its tests, without installed packages, ordered by a hash of the path.
-
-    By a hash, because the first files are then like all others: a vocabulary trained on them fits, and so does
-    ``data.max_files``.
+    """The .py files of the running Python's standard library with its tests, without installed packages.
 
     Raises:
         DataError: this Python has no sources.
     """
-    root = stdlib_root()
-    files = []
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _NOT_STDLIB]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"no .py files below {root}", key="data.kind", hint="data=files data.paths=[...]")
+    # ordered by a hash of the path: the first files are then like all others, so that a vocabulary trained on them
+    # fits, and data.max_files takes a fair sample
     return sorted(files, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
 
 
 def read_stdlib(files: Sequence[Path]) -> Iterator[Document]:
-    """The sources, each in the encoding it declares (PEP 263), line ends kept.
-
-    The test-suite holds files that are broken on purpose; what cannot be decoded is skipped, and a log line names it.
-    """
+    """The sources, each in the encoding that it declares (PEP 263), line ends kept."""
     broken = []
     for file in files:
         try:
@@ -186,7 +175,7 @@ def read_stdlib(files: Sequence[Path]) -> Iterator[Document]:
             text = content.decode(encoding)
         except OSError as error:
             raise DataError(f"cannot read {file}: {error}", key="data.kind") from error
-        except (SyntaxError, UnicodeDecodeError, LookupError):
+        except (SyntaxError, UnicodeDecodeError, LookupError):  # the test-suite has files that are broken on purpose
             broken.append(file.name)
             continue
         yield Document(str(file), text)

@@ -10,28 +10,27 @@ from pathlib import Path
 
 from titanyaml.errors import DataError
 
-# Smaller files are read and hashed at every start; for larger ones the hash is remembered.
+# smaller files are read and hashed at every start; the hash of a larger one is remembered
 _REMEMBER_BYTES = 1 << 20
 
 
 def content_hashes(files: Sequence[Path], *, cache_dir: Path) -> dict[str, str]:
     """``{name: "size sha256"}`` of each file; the name is its path below the folder that holds them all.
 
-    So the same files elsewhere have the same fingerprint. The hash of a large file is remembered with its inode,
-    size, mtime and ctime and computed again when any of them changes: ctime cannot be set back by a user.
-
     Raises:
         DataError: a file cannot be read.
     """
+    # names below the common folder: the same files elsewhere have the same fingerprint
     root = Path(os.path.commonpath([file.absolute().parent for file in files]))
     memo_file = cache_dir / "file_hashes.json"
     memo = _load(memo_file)
-    known = len(memo)
+    num_remembered = len(memo)
     hashes = {}
     for file in files:
         path = file.absolute()
         try:
             stat = path.stat()
+            # mtime can be set back by a user after an edit, ctime cannot
             stamp = f"{path} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
             digest = memo.get(stamp)
             if digest is None:
@@ -42,25 +41,26 @@ def content_hashes(files: Sequence[Path], *, cache_dir: Path) -> dict[str, str]:
         if stat.st_size >= _REMEMBER_BYTES:
             memo[stamp] = digest
         hashes[path.relative_to(root).as_posix()] = f"{stat.st_size} {digest}"
-    if len(memo) > known:
+    if len(memo) > num_remembered:
         _save(memo_file, memo)
     return hashes
 
 
 def _load(path: Path) -> dict[str, str]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        memo: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        return memo
     except (OSError, ValueError):
         return {}  # a memo only: without it the files are read again
 
 
 def _save(path: Path, memo: dict[str, str]) -> None:
+    # by rename, since several starts may share the cache: a lost update costs time, a torn file would too
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(memo), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        raise DataError(
-            f"cannot write {path}: {error}", key="data.cache_dir", hint="data.cache_dir=/a/writable/folder"
-        ) from error
+        hint = "data.cache_dir=/a/writable/folder"
+        raise DataError(f"cannot write {path}: {error}", key="data.cache_dir", hint=hint) from error

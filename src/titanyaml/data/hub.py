@@ -17,7 +17,7 @@ _BATCH_ROWS = 256
 
 
 def local_folder(dataset: str) -> Path | None:
-    """The folder that ``data.dataset`` names, None where it is a name on the hub."""
+    """The folder that ``data.dataset`` names; None where it is a name on the hub."""
     path = Path(dataset).expanduser()
     return path if path.is_dir() else None
 
@@ -44,14 +44,15 @@ def rows(spec: schema.Data, split: str, *, skip: int = 0) -> Iterator[Document]:
     dataset = _load(spec, split)
     row = skip
     try:
+        # one column: others may be images, which would be decoded
         if spec.text_field in (dataset.column_names or ()):
             dataset = dataset.select_columns([spec.text_field])
         for batch in (dataset.skip(skip) if skip else dataset).iter(batch_size=_BATCH_ROWS):
             if spec.text_field not in batch:
-                text_of(batch, spec.text_field, name)
+                text_of(batch, spec.text_field, name)  # raises, with the fields that there are
             for text in batch[spec.text_field]:
-                where = f"{name} row {row}"
-                yield Document(where, text_of({spec.text_field: text}, spec.text_field, where))
+                document = f"{name} row {row}"
+                yield Document(document, text_of({spec.text_field: text}, spec.text_field, document))
                 row += 1
     except TitanError:
         raise
@@ -62,45 +63,36 @@ def rows(spec: schema.Data, split: str, *, skip: int = 0) -> Iterator[Document]:
 def _load(spec: schema.Data, split: str) -> Dataset | IterableDataset:
     import datasets
 
+    assert spec.dataset is not None  # open_source refuses a missing name
     folder = local_folder(spec.dataset)
     try:
+        # what save_to_disk wrote; load_dataset would read its Arrow files without their splits
         if folder and ((folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()):
-            return _saved(datasets.load_from_disk(str(folder)), spec, split)
-        return datasets.load_dataset(
-            str(folder) if folder else spec.dataset,
-            spec.subset,
-            split=split,
-            revision=spec.revision,
-            streaming=spec.streaming,
-        )
+            return _saved_split(datasets.load_from_disk(str(folder)), spec, split)
+        path = str(folder) if folder else spec.dataset
+        options: dict[str, Any] = {"split": split, "revision": spec.revision, "streaming": spec.streaming}
+        return datasets.load_dataset(path, spec.subset, **options)
     except TitanError:
         raise
     except Exception as error:  # dozens of kinds, from a missing split to a failed download
-        raise DataError(
-            f"cannot load {spec.dataset}[{split}]: {_words(error)}",
-            key="data.dataset",
-            hint="one start with network, or data.dataset=/local/folder",
-        ) from error
+        message = f"cannot load {spec.dataset}[{split}]: {_words(error)}"
+        hint = "one start with network, or data.dataset=/local/folder"
+        raise DataError(message, key="data.dataset", hint=hint) from error
 
 
-def _saved(saved: Any, spec: schema.Data, split: str) -> Dataset | IterableDataset:
-    """A dataset written by save_to_disk: one split, or a dictionary of them."""
+def _saved_split(saved: Any, spec: schema.Data, split: str) -> Dataset | IterableDataset:
+    """A split of what save_to_disk wrote: one split, or a dictionary of them."""
     if isinstance(saved, dict):
         if split not in saved:
-            raise DataError(
-                f"{spec.dataset} has no split {split!r}; it has: {', '.join(saved)}",
-                key="data.split",
-                hint="one of these",
-            )
+            message = f"{spec.dataset} has no split {split!r}; it has: {', '.join(saved)}"
+            raise DataError(message, key="data.split", hint="one of these")
         saved = saved[split]
-    elif split != str(saved.split or "train"):
-        raise DataError(
-            f"{spec.dataset} holds only the split {str(saved.split or 'train')!r}, not {split!r}", key="data.split"
-        )
+    elif split != (only := str(saved.split or "train")):
+        raise DataError(f"{spec.dataset} holds only the split {only!r}, not {split!r}", key="data.split")
     return saved.to_iterable_dataset() if spec.streaming else saved
 
 
 def _words(error: BaseException) -> str:
-    """The error and what it came from: the outermost often says no more than that there was one."""
+    """The error and its causes: the outermost often says no more than that something failed."""
     words = f"{type(error).__name__}: {error}"
     return f"{words} ({_words(error.__cause__)})" if error.__cause__ else words

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from titanyaml.data.order import Permutation
-from titanyaml.data.packing import IGNORED, Sample, TokenData
-from titanyaml.data.prefetch import Ahead
+from titanyaml.data.packing import IGNORED, IndexedData, Sample, TokenData
+from titanyaml.data.prefetch import Prefetcher
 from titanyaml.data.stream import Cursor, StreamData
 from titanyaml.errors import ConfigError, DataError
 
 log = logging.getLogger("titanyaml.data")
 
+#: (sample id, sample) of each row of a step that this rank reads.
 Rows = list[tuple[int, Sample]]
 
 
@@ -40,15 +41,13 @@ def accumulation(*, global_batch: int, local_batch: int, data_degree: int) -> in
     """Forwards per step.
 
     Raises:
-        ConfigError: the global batch is no multiple of what the ranks read at once.
+        ConfigError: the global batch is no multiple of the sequences that the ranks read at once.
     """
     at_once = local_batch * data_degree
     if global_batch % at_once:
-        raise ConfigError(
-            f"{global_batch} is no multiple of local_batch * data ranks = {local_batch} * {data_degree}",
-            key="train.global_batch",
-            hint=f"train.global_batch={-(-global_batch // at_once) * at_once}",
-        )
+        message = f"{global_batch} is no multiple of local_batch * data ranks = {local_batch} * {data_degree}"
+        hint = f"train.global_batch={-(-global_batch // at_once) * at_once}"
+        raise ConfigError(message, key="train.global_batch", hint=hint)
     return global_batch // at_once
 
 
@@ -96,21 +95,25 @@ class Batches:
             _check_state(state, dataset, self._order)
             self.position = state["position"]
             self._cursor = Cursor(*state["cursor"]) if state["cursor"] else None
-        mine = _offsets(global_batch, local_batch, data_rank, data_degree)
+        offsets = _offsets(global_batch, local_batch, data_rank, data_degree)
+        steps: Iterator[tuple[Rows, Cursor | None]]
         if isinstance(dataset, StreamData):
-            steps = _stream_steps(dataset, self._cursor, self.position, global_batch, mine)
+            steps = _stream_steps(dataset, self._cursor, self.position, global_batch, offsets)
         else:
-            if len(dataset) < global_batch and data_rank == 0:
-                log.info("an epoch has %d samples, fewer than a step's %d: steps repeat it", len(dataset), global_batch)
-            steps = _indexed_steps(dataset, self._order, self.position, global_batch, mine)
+            indexed = cast(IndexedData, dataset)
+            if len(indexed) < global_batch and data_rank == 0:
+                log.info("an epoch has %d samples, fewer than a step's %d: steps repeat it", len(indexed), global_batch)
+            steps = _indexed_steps(indexed, self._order, self.position, global_batch, offsets)
         batches = ((_collate(rows, local_batch), cursor) for rows, cursor in steps)
-        self._steps: Iterator = Ahead(batches, prefetch) if prefetch else batches
+        self._steps = Prefetcher(batches, prefetch) if prefetch else batches
+        # a finalizer, not __del__: it also runs when the interpreter exits, while threads can still be joined
         self._close = weakref.finalize(self, self._steps.close)
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> list[Batch]:
+        # position and cursor are those of the steps handed out; the thread is further ahead
         step, cursor = next(self._steps)
         self.position += self._global_batch
         self._cursor = cursor
@@ -127,7 +130,7 @@ class Batches:
         """Passes over the data that the steps handed out have completed."""
         if isinstance(self._dataset, StreamData):
             return self._cursor.epoch if self._cursor else 0
-        return self.position // len(self._dataset)
+        return self.position // len(cast(IndexedData, self._dataset))
 
     def state(self) -> dict[str, Any]:
         """JSON-able: where to go on, and of which data this is the position. The same on every rank."""
@@ -140,7 +143,7 @@ class Batches:
         }
 
     def close(self) -> None:
-        """Stop the thread; steps it had prepared are forgotten."""
+        """Stop the thread; the steps that it has prepared are dropped."""
         self._close()
 
 
@@ -150,62 +153,64 @@ def validation_batches(
     """Steps over the first samples of a dataset, each sample once, the same samples for every mesh.
 
     At most ``batches * global_batch`` samples and at most one epoch. Where the samples run out, rows are padded with
-    ignored labels and id -1: all ranks make the same number of forwards.
+    ignored labels and id -1: all ranks make the same number of forwards, and so the same collectives.
 
     Raises:
         ConfigError, DataError: as ``Batches``.
     """
     accumulation(global_batch=global_batch, local_batch=local_batch, data_degree=data_degree)
-    wanted = batches * global_batch
-    samples: Sequence[Sample] = dataset.first(wanted) if isinstance(dataset, StreamData) else dataset
-    count = min(wanted, len(samples))
-    mine = _offsets(global_batch, local_batch, data_rank, data_degree)
+    limit = batches * global_batch
+    samples: list[Sample] | IndexedData
+    samples = dataset.first(limit) if isinstance(dataset, StreamData) else cast(IndexedData, dataset)
+    count = min(limit, len(samples))
+    offsets = _offsets(global_batch, local_batch, data_rank, data_degree)
     at_once = local_batch * data_degree
     for start in range(0, count, global_batch):
         forwards = -(-min(global_batch, count - start) // at_once)
-        indices = [start + offset for offset in mine[: forwards * local_batch]]
+        indices = [start + offset for offset in offsets[: forwards * local_batch]]
         rows = [(i, samples[i]) if i < count else (-1, _padding(dataset.seq_len)) for i in indices]
         yield _collate(rows, local_batch)
 
 
 def _offsets(global_batch: int, local_batch: int, data_rank: int, data_degree: int) -> list[int]:
-    """Rows of a step that one data rank takes, in the order it takes them."""
+    """Rows of a step that one data rank takes, in the order in which it takes them."""
     assert 0 <= data_rank < data_degree
     starts = range(data_rank * local_batch, global_batch, local_batch * data_degree)
     return [start + row for start in starts for row in range(local_batch)]
 
 
 def _indexed_steps(
-    dataset: Any, order: dict[str, Any], position: int, global_batch: int, mine: list[int]
+    dataset: IndexedData, order: dict[str, Any], position: int, global_batch: int, offsets: list[int]
 ) -> Iterator[tuple[Rows, None]]:
-    size, known_epoch, permutation = len(dataset), -1, None
+    size, current_epoch = len(dataset), -1
+    permutation: Permutation | range = range(size)
     while True:
         rows = []
-        for offset in mine:
+        for offset in offsets:
+            # a step may straddle the end of an epoch
             epoch, index = divmod(position + offset, size)
-            if order["shuffle"]:
-                if epoch != known_epoch:
-                    known_epoch, permutation = epoch, Permutation(size, seed=order["seed"], epoch=epoch)
-                index = permutation[index]
+            if order["shuffle"] and epoch != current_epoch:
+                current_epoch, permutation = epoch, Permutation(size, seed=order["seed"], epoch=epoch)
+            index = permutation[index]
             rows.append((index, dataset[index]))
         position += global_batch
         yield rows, None
 
 
 def _stream_steps(
-    dataset: StreamData, cursor: Cursor | None, position: int, global_batch: int, mine: list[int]
-) -> Iterator[tuple[Rows, Cursor]]:
+    dataset: StreamData, cursor: Cursor | None, position: int, global_batch: int, offsets: list[int]
+) -> Iterator[tuple[Rows, Cursor | None]]:
     samples = dataset.samples(cursor or Cursor())
     if position and cursor is None:
         log.warning("reading %d samples of the stream again: no cursor was saved with the position", position)
         for _ in range(position):
             next(samples)
-    wanted = set(mine)
+    own_offsets = set(offsets)
     while True:
         rows = []
         for offset in range(global_batch):
             sample, cursor = next(samples)
-            if offset in wanted:
+            if offset in own_offsets:
                 rows.append((position + offset, sample))
         position += global_batch
         yield rows, cursor
@@ -232,12 +237,12 @@ def _check_state(state: dict[str, Any], dataset: TokenData, order: dict[str, Any
     new = dataset.identity | order
     if state["fingerprint"] == dataset.fingerprint and old == new:
         return
-    changed = [f"{k}: {old.get(k)} then, {new.get(k)} now" for k in sorted(old | new) if old.get(k) != new.get(k)]
-    explain = getattr(dataset, "explain", lambda identity: [])
-    files = explain(state["identity"])
-    shown = [*changed, *files[:10], *([f"... {len(files) - 10} more files"] if len(files) > 10 else [])]
-    raise DataError(
-        "the data is not what the checkpoint was trained on:\n    " + "\n    ".join(shown),
-        key="data",
-        hint="the old data and settings, or a new run (run.id) that starts from step 0",
-    )
+    lines = [f"{k}: {old.get(k)} then, {new.get(k)} now" for k in sorted(old | new) if old.get(k) != new.get(k)]
+    # a packed corpus can tell which files differ
+    files = dataset.explain(state["identity"]) if hasattr(dataset, "explain") else []
+    lines += files[:10]
+    if len(files) > 10:
+        lines.append(f"... {len(files) - 10} more files")
+    message = "the data is not what the checkpoint was trained on:\n    " + "\n    ".join(lines)
+    hint = "the old data and settings, or a new run (run.id) that starts from step 0"
+    raise DataError(message, key="data", hint=hint)

@@ -1,7 +1,7 @@
-"""Which document is held out and in which order samples come: pure functions of numbers, no library's generator.
+"""Which documents are held out, and in which order samples come: pure functions of numbers.
 
-A random generator of a library may change with its version; these functions never do, so that a run can be resumed
-anywhere.
+The order is a function of (seed, epoch, index) and nothing else. A resumed run computes where it was, on any number of
+ranks; there is no generator whose state would have to be saved, and no library whose next version could change it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from titanyaml.errors import DataError
 
 _MASK = (1 << 64) - 1
-_HELD_OUT_SALT = 0x7469746E79616D6C
+_HELD_OUT_SALT = 0x7469746E79616D6C  # any constant: held-out documents must not follow from the sample order's hash
 _ROUNDS = 8
 
 Integer = TypeVar("Integer", int, np.ndarray)
@@ -45,30 +45,26 @@ def holdout_limit(fraction: float) -> int:
 def split_documents(num_documents: int, fraction: float, split: str) -> np.ndarray:
     """Indices (int64, ascending) of one split's documents; the two splits share none and leave none out.
 
-    Where the hash holds out no document of a small corpus, the one with the smallest hash is held out.
-
     Raises:
         DataError: the split is empty.
     """
     hashes = holdout_hash(np.arange(num_documents, dtype=np.uint64))
     held_out = hashes < holdout_limit(fraction)
     if fraction > 0 and num_documents and not held_out.any():
-        held_out[hashes.argmin()] = True
+        held_out[hashes.argmin()] = True  # a small corpus has a validation split too
     indices = np.flatnonzero(held_out if split == "validation" else ~held_out)
     if not len(indices):
         raise empty_split(f"{num_documents} document(s)", fraction, split)
     return indices
 
 
-def empty_split(what: str, fraction: float, split: str) -> DataError:
-    """The error of a split that has no document; ``what`` names the documents."""
+def empty_split(documents: str, fraction: float, split: str) -> DataError:
+    """The error of a split without a document; ``documents`` names those that there are."""
+    hint = "data.validation_fraction=0.02, or validation.batches=0 for no validation"
     if split == "train":
         hint = "data.validation_fraction=0 validation.batches=0"
-    else:
-        hint = "data.validation_fraction=0.02, or validation.batches=0 for no validation"
-    return DataError(
-        f"holding out {fraction:g} of {what} leaves no document for {split}", key="data.validation_fraction", hint=hint
-    )
+    message = f"holding out {fraction:g} of {documents} leaves no document for {split}"
+    return DataError(message, key="data.validation_fraction", hint=hint)
 
 
 class Permutation:
@@ -81,6 +77,7 @@ class Permutation:
     def __init__(self, size: int, *, seed: int, epoch: int) -> None:
         assert size > 0
         self.size = size
+        # about square, since a short side would mix badly; fewer than _rows cells of the grid are beyond size
         self._rows = math.isqrt(size - 1) + 1
         self._columns = -(-size // self._rows)
         digest = hashlib.blake2b(f"order/{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
@@ -88,14 +85,16 @@ class Permutation:
 
     def __getitem__(self, index: int) -> int:
         assert 0 <= index < self.size
+        # cycle walking: a cell beyond size is permuted again until it falls inside, which keeps this a permutation
         while True:
-            index = self._step(index)
+            index = self._permute_cell(index)
             if index < self.size:
                 return index
 
-    def _step(self, index: int) -> int:
+    def _permute_cell(self, index: int) -> int:
         row, column = divmod(index, self._columns)
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
+            # each line can be undone by subtraction, whatever mix gives: hence a permutation of the grid
             row = (row + mix(even ^ column)) % self._rows
             column = (column + mix(odd ^ row)) % self._columns
         return row * self._columns + column

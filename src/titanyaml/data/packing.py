@@ -1,17 +1,17 @@
-"""Documents to windows of equal length: concatenated, then cut; nothing is dropped and nothing repeated."""
+"""Documents to windows of equal length: concatenated, then cut; no token is dropped or repeated."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from titanyaml.errors import DataError
 
-IGNORED = -100
+IGNORED = -100  # torch.nn.functional.cross_entropy's default ignore_index
 
 
 class Sample(NamedTuple):
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 
 
 class TokenData(Protocol):
-    """What ``data.build`` gives.
+    """The samples of one split.
 
     Attributes:
         seq_len: S. vocab_size: of the model; every id is below it.
@@ -36,27 +36,31 @@ class TokenData(Protocol):
 
     seq_len: int
     vocab_size: int
-    identity: dict
+    identity: dict[str, Any]
 
     @property
     def fingerprint(self) -> str: ...
 
 
-def fingerprint(identity: dict) -> str:
+class IndexedData(TokenData, Protocol):
+    """Samples that can be read in any order."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+def fingerprint(identity: dict[str, Any]) -> str:
     """Hash of a JSON-able identity."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
-    """Windows that make each of ``num_tokens`` tokens but the first a label exactly once."""
+    """Windows in which each of ``num_tokens`` tokens but the first is a label exactly once."""
     return -(-max(num_tokens - 1, 0) // seq_len)
 
 
 def pack(pieces: Sequence[np.ndarray], *, seq_len: int, pad_id: int) -> Sample:
-    """A sample of the at most S+1 tokens in ``pieces``, each piece of another document.
-
-    Fewer tokens are padded with ``pad_id`` under ignored labels.
-    """
+    """A sample of at most S+1 tokens, each piece from another document; fewer are padded with ``pad_id``."""
     size = sum(map(len, pieces))
     assert 2 <= size <= seq_len + 1
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
@@ -67,12 +71,12 @@ def pack(pieces: Sequence[np.ndarray], *, seq_len: int, pad_id: int) -> Sample:
         documents[end : end + len(piece)] = number
         end += len(piece)
     labels = stream[1:].copy()
-    labels[size - 1 :] = IGNORED
-    # the last of fewer tokens has no label: it is seen, but nothing follows
+    labels[size - 1 :] = IGNORED  # padding, and the token before it, which nothing follows
+    # copies: a view would keep its longer array alive while the sample waits in the queue
     return Sample(stream[:-1].copy(), labels, documents[:-1].copy())
 
 
-def check_ids(ids: np.ndarray, vocab_size: int, where: str) -> None:
+def check_ids(ids: np.ndarray, vocab_size: int, document: str) -> None:
     """Refuse ids that the model has no row for: on a GPU they abort, sharded they give finite garbage.
 
     Raises:
@@ -80,13 +84,11 @@ def check_ids(ids: np.ndarray, vocab_size: int, where: str) -> None:
     """
     if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise vocabulary_error(int(bad), vocab_size, where)
+        raise vocabulary_error(int(bad), vocab_size, document)
 
 
-def vocabulary_error(token_id: int, vocab_size: int, where: str) -> DataError:
+def vocabulary_error(token_id: int, vocab_size: int, document: str) -> DataError:
     """The error of a token id outside the model's vocabulary."""
-    return DataError(
-        f"{where}: token id {token_id} is outside the model's vocabulary of {vocab_size}",
-        key="model.vocab_size",
-        hint=f"model.vocab_size={token_id + 1} or more, or the tokenizer the model was made for",
-    )
+    message = f"{document}: token id {token_id} is outside the model's vocabulary of {vocab_size}"
+    hint = f"model.vocab_size={token_id + 1} or more, or the tokenizer the model was made for"
+    return DataError(message, key="model.vocab_size", hint=hint)

@@ -1,4 +1,4 @@
-"""From the configuration to documents: what they are, who they are (a fingerprint), and which are held out."""
+"""From the configuration to documents: what they are, their fingerprint, and which are held out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from titanyaml.config import schema
 from titanyaml.data import files, hub
@@ -26,15 +27,15 @@ class Source:
     """All documents of a corpus, before anything is held out.
 
     Args:
-        what: its name in messages.
+        title: its name in messages.
         identity: JSON-able; equal identities mean equal documents in equal order.
         read: gives the documents from the start.
         manifest: file name to "size sha256", for the difference between two corpora.
         fraction: share of documents held out for validation; None: the source is one split by itself.
     """
 
-    what: str
-    identity: dict
+    title: str
+    identity: dict[str, Any]
     read: Callable[[], Iterator[Document]]
     manifest: dict[str, str] = field(default_factory=dict)
     fraction: float | None = None
@@ -52,14 +53,14 @@ class Source:
 
     def documents(self) -> Iterator[Document]:
         """Documents that have text; how many had none is logged at the end."""
-        empty = 0
+        num_empty = 0
         for document in self.read():
             if document.text:
                 yield document
             else:
-                empty += 1
-        if empty:
-            log.info("%s: %d empty documents left out", self.what, empty)
+                num_empty += 1
+        if num_empty:
+            log.info("%s: %d empty documents left out", self.title, num_empty)
 
 
 def open_source(spec: schema.Data, split: str) -> Source:
@@ -75,55 +76,56 @@ def open_source(spec: schema.Data, split: str) -> Source:
     if spec.kind == "files":
         paths = files.find(spec.paths)[: spec.max_files]
         identity = {"kind": "files", "text_field": spec.text_field}
-        return _file_source(
-            f"{len(paths)} file(s)", spec, paths, identity,
-            lambda: (document for path in paths for document in files.read(path, text_field=spec.text_field)),
-        )  # fmt: skip
+
+        def read_files() -> Iterator[Document]:
+            return (document for path in paths for document in files.read(path, text_field=spec.text_field))
+
+        return _file_source(f"{len(paths)} file(s)", spec, paths, identity, read_files)
     if spec.kind == "hf":
         return _hub_source(spec, split)
-    raise ConfigError(
-        f"data.kind={spec.kind} holds no text", key="data.kind", hint="data=stdlib, or tokenizer=bytes which needs none"
-    )
+    hint = "data=stdlib, or tokenizer=bytes which needs none"
+    raise ConfigError(f"data.kind={spec.kind} holds no text", key="data.kind", hint=hint)
 
 
 def _file_source(
-    what: str, spec: schema.Data, paths: list[Path], identity: dict, read: Callable[[], Iterator[Document]]
+    title: str, spec: schema.Data, paths: list[Path], identity: dict[str, Any], read: Callable[[], Iterator[Document]]
 ) -> Source:
     manifest = content_hashes(paths, cache_dir=Path(spec.cache_dir))
-    # the manifest is written with sorted keys, and the order of documents is part of what they are
+    # the fingerprint sorts the manifest, but documents in another order are another corpus
     order = hashlib.sha256("\0".join(manifest).encode()).hexdigest()[:16]
-    return Source(what, identity | {"order": order}, read, manifest, spec.validation_fraction)
+    return Source(title, identity | {"order": order}, read, manifest, spec.validation_fraction)
 
 
 def _hub_source(spec: schema.Data, split: str) -> Source:
     if not spec.dataset:
         raise ConfigError("no dataset is named", key="data.dataset", hint="data.dataset=allenai/c4 or a local folder")
-    own_split = split == "validation" and spec.validation_split is not None
-    name = spec.validation_split if own_split else spec.split
+    has_own_split = spec.validation_split is not None
+    hub_split = spec.validation_split if spec.validation_split is not None and split == "validation" else spec.split
     folder = hub.local_folder(spec.dataset)
     identity = {
         "kind": "hf",
         "dataset": "" if folder else spec.dataset,
         "subset": spec.subset,
-        "split": name,
+        "split": hub_split,
         "revision": spec.revision,
         "text_field": spec.text_field,
     }
-    manifest = {}
+    manifest: dict[str, str] = {}
     if folder and not spec.streaming:
+        # known by content, so that the folder may move; a stream is never read whole and goes by its path
         manifest = content_hashes(hub.folder_files(folder), cache_dir=Path(spec.cache_dir))
     elif folder:
         identity["dataset"] = str(folder)
     elif spec.revision is None:
         log.info("data.revision is null: a change of %s on the hub will not be noticed", spec.dataset)
-    fraction = None if spec.validation_split is not None else spec.validation_fraction
-    return Source(f"{spec.dataset}[{name}]", identity, lambda: hub.rows(spec, name), manifest, fraction)
+    fraction = None if has_own_split else spec.validation_fraction
+    return Source(f"{spec.dataset}[{hub_split}]", identity, lambda: hub.rows(spec, hub_split), manifest, fraction)
 
 
 def documents(spec: schema.Data, split: str) -> Iterator[str]:
     """Texts of one split ("train" or "validation"), for training a vocabulary. No document is in both.
 
-    In the source's order, but where few documents are held out some come later than there.
+    They come in the source's order, except for candidates that were kept back (``_split_texts``).
 
     Raises:
         ConfigError, DataError: as ``open_source``; DataError also where the split is empty.
@@ -132,20 +134,17 @@ def documents(spec: schema.Data, split: str) -> Iterator[str]:
     if source.fraction is None:
         yield from (document.text for document in source.documents())
         return
-    given = False
-    for text in _split_texts(source, split):
-        given = True
+    is_empty = True
+    for text in _split_texts(source, source.fraction, split):
+        is_empty = False
         yield text
-    if not given:
-        raise empty_split(source.what, source.fraction, split)
+    if is_empty:
+        raise empty_split(source.title, source.fraction, split)
 
 
-def _split_texts(source: Source, split: str) -> Iterator[str]:
-    """The same choice as ``order.split_documents`` without knowing how many documents come.
-
-    While none is held out, the one with the smallest hash so far may turn out to be: it is kept back.
-    """
-    limit = holdout_limit(source.fraction)
+def _split_texts(source: Source, fraction: float, split: str) -> Iterator[str]:
+    """The same choice as ``order.split_documents``, in one pass and without knowing how many documents come."""
+    limit = holdout_limit(fraction)
     smallest, kept_back = 1 << 64, ""
     for index, document in enumerate(source.documents()):
         value, text = holdout_hash(index), document.text
@@ -154,8 +153,9 @@ def _split_texts(source: Source, split: str) -> Iterator[str]:
                 yield text
             elif smallest >= limit and kept_back:
                 yield kept_back
-            smallest = 0
+            smallest = 0  # one is held out: from here on no candidate is needed
         elif value < smallest and limit > 0:
+            # as long as none is held out, the document with the smallest hash may turn out to be: it is kept back
             if kept_back and split == "train":
                 yield kept_back
             smallest, kept_back = value, text
@@ -166,7 +166,7 @@ def _split_texts(source: Source, split: str) -> Iterator[str]:
 
 
 def difference(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """What changed between two manifests, a line a file."""
+    """What changed between two manifests, a line per file."""
     lines = [f"removed {name}" for name in old if name not in new]
     lines += [f"added {name}" for name in new if name not in old]
     lines += [f"changed {name}" for name in new if name in old and old[name] != new[name]]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
 from titanyaml.data import packing
 from titanyaml.data.packing import Sample
 
-_SAMPLES = 1 << 40
+_SAMPLES = 1 << 40  # of an epoch: more than anyone reads
 
 
 class SyntheticData:
@@ -21,17 +22,14 @@ class SyntheticData:
     def __init__(self, *, seq_len: int, vocab_size: int, seed: int, split: str) -> None:
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.num_tokens = _SAMPLES * seq_len
-        self.identity = {
-            "kind": "synthetic", "seed": seed, "split": split, "seq_len": seq_len, "vocab_size": vocab_size
-        }  # fmt: skip
+        identity = {"kind": "synthetic", "seed": seed, "split": split, "seq_len": seq_len, "vocab_size": vocab_size}
+        self.identity: dict[str, Any] = identity
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the identity."""
         return packing.fingerprint(self.identity)
 
     def __len__(self) -> int:
-        """Samples of an epoch: more than anyone reads."""
         return _SAMPLES
 
     def __getitem__(self, index: int) -> Sample:

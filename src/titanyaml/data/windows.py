@@ -1,8 +1,9 @@
-"""One split of a tokenised corpus as windows of equal length, each found in constant time."""
+"""One split of a tokenised corpus as windows of equal length, each found in logarithmic time."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,37 +31,32 @@ class PackedData:
             raise packing.vocabulary_error(corpus.max_id, vocab_size, corpus.max_id_document)
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self._tokens, self._pad_id, self._cache_dir = corpus.tokens, pad_id, cache_dir
-        self._what = source.what
-        num_documents = len(corpus.bounds) - 1
+        self._title = source.title
+        bounds, num_documents = np.asarray(corpus.bounds), len(corpus.bounds) - 1
         if source.fraction is None:
             self._indices = np.arange(num_documents)
         else:
             self._indices = split_documents(num_documents, source.fraction, split)
-        self._starts = np.asarray(corpus.bounds)[self._indices]
-        self._ends = np.cumsum(np.asarray(corpus.bounds)[self._indices + 1] - self._starts)
+        # documents of the split are not contiguous in the file: starts count its tokens, ends those of the split
+        self._starts = bounds[self._indices]
+        self._ends = np.cumsum(bounds[self._indices + 1] - self._starts)
         self.num_tokens = int(self._ends[-1])
         assert self.num_tokens > 1  # a document is at least one token and its end
-        self.identity = {
-            "corpus": corpus.key,
-            "split": split,
-            "validation_fraction": source.fraction,
-            "seq_len": seq_len,
-        }
+        identity = {"corpus": corpus.key, "split": split, "validation_fraction": source.fraction, "seq_len": seq_len}
+        self.identity: dict[str, Any] = identity
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the identity."""
         return packing.fingerprint(self.identity)
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
         return packing.num_windows(self.num_tokens, self.seq_len)
 
     def __getitem__(self, index: int) -> Sample:
         """Window ``index``.
 
         Raises:
-            DataError: an id does not fit the model (a damaged token file; the rest is refused at the start).
+            DataError: an id does not fit the model, though the corpus' largest one did: a damaged token file.
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -70,11 +66,11 @@ class PackedData:
         last = int(np.searchsorted(self._ends, end, side="left"))
         pieces = [self._piece(document, start, end) for document in range(first, last + 1)]
         sample = packing.pack(pieces, seq_len=self.seq_len, pad_id=self._pad_id)
-        where = f"{self._what}, documents {self._indices[first]} to {self._indices[last]}"
-        packing.check_ids(sample.tokens, self.vocab_size, where)
+        documents = f"{self._title}, documents {self._indices[first]} to {self._indices[last]}"
+        packing.check_ids(sample.tokens, self.vocab_size, documents)
         return sample
 
-    def explain(self, old: dict) -> list[str]:
+    def explain(self, old: dict[str, Any]) -> list[str]:
         """What differs between the files of this corpus and those of another identity, as far as the cache knows."""
         before = manifest(self._cache_dir, old.get("corpus", ""))
         after = manifest(self._cache_dir, self.identity["corpus"])
@@ -83,5 +79,5 @@ class PackedData:
     def _piece(self, document: int, start: int, end: int) -> np.ndarray:
         """The part of a document (counted within the split) between two tokens of the split."""
         begin = int(self._ends[document - 1]) if document else 0
-        shift = int(self._starts[document]) - begin
+        shift = int(self._starts[document]) - begin  # from tokens of the split to tokens of the file
         return self._tokens[max(start, begin) + shift : min(end, int(self._ends[document])) + shift]

@@ -1,4 +1,4 @@
-"""What the rest of the toolkit knows of a tokenizer."""
+"""The interface of a tokenizer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: every id is below it.
-        bos_id: begin-of-sequence id, None where the vocabulary has none.
-        eos_id: the document separator.
+        bos_id: begin-of-sequence id; None where the vocabulary has none.
+        eos_id: end-of-document id, the separator of documents.
         fingerprint: equal for two tokenizers exactly when they give the same ids.
     """
 

@@ -17,32 +17,28 @@ from titanyaml.tokenizer.cache import build_once
 
 log = logging.getLogger("titanyaml.tokenizer")
 
-# One constant with the version: another way to train is another vocabulary.
+# part of the cache key: to be raised with every change of how a vocabulary is trained
 _VERSION = 1
 _LINE_CHARACTERS = 4096
 
 
 def trained_model(
-    spec: schema.Tokenizer,
-    *,
-    corpus: Callable[[], Iterator[str]],
-    cache_dir: Path,
-    corpus_key: Callable[[], str] | None = None,
+    spec: schema.Tokenizer, *, corpus: Callable[[], Iterator[str]], cache_dir: Path, corpus_key: Callable[[], str]
 ) -> Path:
-    """The .model for this corpus and these settings, trained now if the cache has none.
+    """The .model for this corpus and these settings, trained now if the cache has none; safe for many processes.
 
-    The cache key is the corpus and the settings, training is deterministic, and several processes may ask at once.
+    Args:
+        corpus_key: fingerprint of the corpus, with the settings the key of the cache.
 
     Raises:
         ConfigError: no vocab_size, or one that is too small. DataError: there is no text.
     """
     if spec.vocab_size is None:
-        raise ConfigError(
-            "a vocabulary that is trained needs a size", key="tokenizer.vocab_size", hint="tokenizer.vocab_size=4096"
-        )
+        message, hint = "a vocabulary that is trained needs a size", "tokenizer.vocab_size=4096"
+        raise ConfigError(message, key="tokenizer.vocab_size", hint=hint)
     settings = {
         "version": _VERSION,
-        "corpus": corpus_key() if corpus_key else _text_hash(corpus, spec.train_bytes),
+        "corpus": corpus_key(),
         "vocab_size": spec.vocab_size,
         "model_type": spec.model_type,
         "train_bytes": spec.train_bytes,
@@ -74,23 +70,21 @@ def _train(spec: schema.Tokenizer, corpus: Callable[[], Iterator[str]]) -> bytes
             model_writer=model,
             model_type=spec.model_type,
             vocab_size=spec.vocab_size,
-            hard_vocab_limit=False,  # a small corpus gives a smaller vocabulary, said below
-            byte_fallback=True,
+            hard_vocab_limit=False,  # a small corpus gives a smaller vocabulary, logged below
+            byte_fallback=True,  # no text is unknown
             character_coverage=0.9995,  # rarer characters are written as bytes
-            normalization_rule_name="identity",
+            normalization_rule_name="identity",  # this and the next two: decoding gives the text back
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,  # indentation: a third fewer tokens on code
-            max_sentence_length=4 * _LINE_CHARACTERS,
-            num_threads=2,  # fixed: must not depend on the machine
+            max_sentence_length=4 * _LINE_CHARACTERS,  # in bytes; longer lines would be skipped
+            num_threads=2,  # fixed: the result must not depend on the machine
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ConfigError(
-            f"sentencepiece cannot train {spec.vocab_size} tokens on this corpus: {error}",
-            key="tokenizer.vocab_size",
-            hint="a larger vocabulary: it must hold 256 bytes, 3 special tokens and the corpus's characters",
-        ) from error
+        message = f"sentencepiece cannot train {spec.vocab_size} tokens on this corpus: {error}"
+        hint = "a larger vocabulary: it must hold 256 bytes, 3 special tokens and the corpus's characters"
+        raise ConfigError(message, key="tokenizer.vocab_size", hint=hint) from error
     size = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).GetPieceSize()
     if size != spec.vocab_size:
         log.warning("the corpus gave only %d of tokenizer.vocab_size=%d tokens", size, spec.vocab_size)
@@ -98,21 +92,15 @@ def _train(spec: schema.Tokenizer, corpus: Callable[[], Iterator[str]]) -> bytes
 
 
 def _lines(documents: Iterator[str], limit: int) -> Iterator[str]:
-    """Lines with their ends, at most 4096 characters each, until ``limit`` bytes are read; NUL ends no line here."""
-    read = 0
+    """Lines with their ends, at most ``_LINE_CHARACTERS`` each, until ``limit`` bytes are read."""
+    num_bytes = 0
     for document in documents:
         for line in document.splitlines(keepends=True):
             for start in range(0, len(line), _LINE_CHARACTERS):
+                # the trainer ends a line at NUL
                 piece = line[start : start + _LINE_CHARACTERS].replace("\0", "")
-                read += len(piece.encode())
-                if read > limit:
+                num_bytes += len(piece.encode())
+                if num_bytes > limit:
                     return
                 if piece:
                     yield piece
-
-
-def _text_hash(corpus: Callable[[], Iterator[str]], limit: int) -> str:
-    digest = hashlib.sha256()
-    for line in _lines(corpus(), limit):
-        digest.update(line.encode())
-    return digest.hexdigest()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tokenizer.conftest import build
 from titanyaml.config import schema
 from titanyaml.errors import ConfigError
-from titanyaml.tokenizer import build
 
 
 def test_bytes_and_hf(tmp_path: Path, hf_file: Path, no_corpus: Callable) -> None:

@@ -12,21 +12,26 @@ from titanyaml import data
 from titanyaml.config import schema
 from titanyaml.data.synthetic import SyntheticData
 from titanyaml.errors import ConfigError
+from titanyaml.tokenizer import Tokenizer
 from titanyaml.tokenizer.byte import ByteTokenizer
 
 
-def test_ensure_makes_what_build_reads(write_lines: Callable, files_spec: Callable, texts: list[str]) -> None:
+def build_both(spec: schema.Data, tokenizer: Tokenizer | None, *, seq_len: int, vocab_size: int) -> list:
+    """The training and the validation split."""
+    sizes = {"seq_len": seq_len, "vocab_size": vocab_size}
+    return [data.build(spec, tokenizer=tokenizer, seed=0, split=split, **sizes) for split in ("train", "validation")]
+
+
+def test_both_splits_tokenise_the_corpus_once(write_lines: Callable, files_spec: Callable, texts: list[str]) -> None:
     spec, tokenizer = files_spec(write_lines(texts), validation_fraction=0.2), CountingTokenizer()
-    data.ensure(spec, tokenizer=tokenizer)
+    data.build(spec, tokenizer=tokenizer, seq_len=8, seed=0, split="train", vocab_size=258)
     assert tokenizer.encoded == len(texts)
-    for split in ("train", "validation"):
-        data.build(spec, tokenizer=tokenizer, seq_len=8, seed=0, split=split, vocab_size=258)
+    build_both(spec, tokenizer, seq_len=8, vocab_size=258)
     assert tokenizer.encoded == len(texts)
 
 
 def test_synthetic_needs_neither_tokenizer_nor_cache(tmp_path: Path) -> None:
     spec = schema.Data(kind="synthetic", cache_dir=str(tmp_path / "cache"))
-    data.ensure(spec, tokenizer=None)
     dataset = data.build(spec, tokenizer=None, seq_len=8, seed=1, split="train", vocab_size=99)
     assert isinstance(dataset, SyntheticData) and len(dataset[3].tokens) == 8
     assert not (tmp_path / "cache").exists()
@@ -56,14 +61,10 @@ def test_the_default_corpus_end_to_end(tmp_path: Path) -> None:
     spec = schema.Data(kind="stdlib", max_files=60, cache_dir=str(tmp_path))
     settings = schema.Tokenizer(kind="sentencepiece", vocab_size=512, train_bytes=300_000)
     tokenizer = data.build_tokenizer(settings, spec)
-    data.ensure(spec, tokenizer=tokenizer)
-    train, validation = (
-        data.build(spec, tokenizer=tokenizer, seq_len=64, seed=0, split=split, vocab_size=512)
-        for split in ("train", "validation")
-    )
+    train, validation = build_both(spec, tokenizer, seq_len=64, vocab_size=512)
     documents = set(data.documents(spec, "train"))
-    given = [token for index in range(len(train)) for token in train[index].tokens.tolist()][: train.num_tokens]
-    ends = [index for index, token in enumerate(given) if token == tokenizer.eos_id]
-    read = {tokenizer.decode(given[a + 1 : b]) for a, b in zip([-1, *ends], ends, strict=False)}
+    tokens = [token for index in range(len(train)) for token in train[index].tokens.tolist()][: train.num_tokens]
+    ends = [index for index, token in enumerate(tokens) if token == tokenizer.eos_id]
+    read = {tokenizer.decode(tokens[a + 1 : b]) for a, b in zip([-1, *ends], ends, strict=False)}
     assert read <= documents and len(read) >= len(documents) - 1
     assert validation.num_tokens > 0
