@@ -1,6 +1,6 @@
-"""Triton where it can be imported; where not, kernels stay plain functions that nobody calls.
+"""Triton where it can be imported; elsewhere kernels stay plain functions that nobody calls.
 
-A file of kernels imports ``jit``, ``tl`` and ``triton`` from here. Whether they run is decided in ``choice``.
+Kernel files import ``jit`` and ``tl`` from here. ``kernel_choice`` decides whether kernels run.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ try:
 except ImportError:  # no wheel for this platform
     triton = tl = None
 
+__all__ = ["ceil_div", "jit", "next_power_of_2", "operator", "tl", "triton", "wrap_triton"]
+
 
 def jit(function: Callable[..., Any]) -> Any:
-    """A Triton kernel, launched as ``function[(programs,)](...)``."""
+    """A Triton kernel, launched as ``function[grid](...)``."""
     return function if triton is None else triton.jit(function)
 
 
 def operator(name: str, run: Callable[..., Any], empty: Callable[..., Any]) -> Any:
-    """An operator of Triton kernels: torch.compile sees the launches, plans their memory and calls no Python.
+    """A torch operator made of Triton kernels.
+
+    As a ``triton_op`` torch.compile sees the launches themselves: no dispatcher and no Python between them, and their
+    memory is planned with the rest of the graph.
 
     Args:
-        name: with namespace. run: allocates and launches, by ``wrap_triton``; annotated, changes no argument.
-        empty: what ``run`` returns, unfilled: for tracing where the kernels are no Triton programs (the interpreter).
+        name: with namespace. run: annotated; allocates outputs and launches by ``wrap_triton``; changes no argument.
+        empty: returns outputs without values, for tracing where kernels are no Triton programs (the interpreter).
     """
     if triton is not None and not triton.knobs.runtime.interpret:
         return torch.library.triton_op(name, run, mutates_args=())
@@ -42,5 +47,10 @@ def wrap_triton(kernel: Any) -> Any:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is not below ``n`` >= 1."""
+    """The smallest power of two >= ``n`` >= 1. Triton's ranges and tiles have such sizes only."""
     return 1 << (n - 1).bit_length()
+
+
+def ceil_div(size: int, block: int) -> int:
+    """Number of blocks that cover ``size`` elements."""
+    return -(-size // block)
