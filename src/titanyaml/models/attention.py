@@ -26,7 +26,7 @@ def head_size(spec: Model) -> int:
     """Width of one head: ``head_dim``, else dim / num_heads.
 
     Raises:
-        ConfigError: the heads do not divide.
+        ConfigError: kv heads do not divide the heads, or the heads do not divide the width.
     """
     if spec.num_heads % spec.num_kv_heads:
         raise ConfigError(
@@ -44,53 +44,48 @@ def head_size(spec: Model) -> int:
 
 
 def document_mask(documents_BT: Tensor, rows_S: Tensor | None = None, *, dtype: torch.dtype = torch.float32) -> Mask:
-    """Which position may attend to which: same document and not later.
+    """Mask that lets a query attend to keys of its own document that are not later.
 
     Args:
-        documents_BT: int64 document of every position. rows_S: positions of the queries; None: all.
+        documents_BT: int64 document of every position.
+        rows_S: positions of the queries; None: all.
         dtype: of queries and keys.
 
     Returns:
-        On a GPU the blocks of FlexAttention that are not empty; on a CPU, where it has no backward pass, and for
-        float64, which it does not take, bool [B, 1, S, T].
+        A BlockMask for FlexAttention on a GPU, else bool [B, 1, S, T].
     """
     batch, length = documents_BT.shape
     if rows_S is None:
         rows_S = torch.arange(length, device=documents_BT.device)
+    # FlexAttention has no backward pass on a CPU and does not take float64: these get a dense mask.
     if documents_BT.is_cuda and dtype != torch.float64:
 
-        def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        def may_attend(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (rows_S[q] >= k) & (documents_BT[b, rows_S[q]] == documents_BT[b, k])
 
-        return _block_mask()(seen, batch, None, len(rows_S), length, device=documents_BT.device)
-    same_BST = documents_BT[:, rows_S].unsqueeze(2) == documents_BT.unsqueeze(1)
-    earlier_ST = rows_S.unsqueeze(1) >= torch.arange(length, device=rows_S.device)
-    return (same_BST & earlier_ST).unsqueeze(1)
+        return _compiled_create_block_mask()(may_attend, batch, None, len(rows_S), length, device=documents_BT.device)
+    same_document_BST = documents_BT[:, rows_S].unsqueeze(2) == documents_BT.unsqueeze(1)
+    not_later_ST = rows_S.unsqueeze(1) >= torch.arange(length, device=rows_S.device)
+    return (same_document_BST & not_later_ST).unsqueeze(1)
 
 
 @functools.cache
-def _block_mask() -> Callable[..., BlockMask]:
-    """``create_block_mask`` compiled: eagerly it holds the dense mask."""
-    return torch.compile(create_block_mask)
+def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask)  # eagerly it materialises the dense [B, S, T] mask
 
 
 @functools.cache
-def _flex() -> Callable[..., Tensor]:
-    """FlexAttention compiled: eagerly it holds all scores."""
-    return torch.compile(flex_attention)
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)  # eagerly it materialises all scores
 
 
 def is_rotary(spec: Model, index: int) -> bool:
-    """Whether block ``index`` has rotary embedding."""
+    """Whether block ``index`` has rotary embedding (Llama 4 leaves it out of every ``nope_every``-th block)."""
     return not spec.nope_every or (index + 1) % spec.nope_every != 0
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, for generation. Allocated at the first forward.
-
-    Args:
-        length: positions to hold: prompt and new tokens.
-    """
+    """Keys and values of earlier tokens, for generation; allocated at the first forward for ``length`` positions."""
 
     def __init__(self, length: int) -> None:
         self.length, self.position = length, 0
@@ -98,13 +93,13 @@ class KVCache:
         self.values_BKTH: list[Tensor] = []
 
     def start(self, num_layers: int, *, shape: tuple[int, int, int, int], like: Tensor) -> None:
-        """Allocate zeros of ``shape`` (B, K, T, H) for every layer, in ``like``'s dtype, where not done yet."""
+        """Allocate zeros of ``shape`` (B, K, T, H) for every layer in ``like``'s dtype, unless allocated already."""
         if not self.keys_BKTH:
             self.keys_BKTH = [like.new_zeros(shape) for _ in range(num_layers)]
             self.values_BKTH = [like.new_zeros(shape) for _ in range(num_layers)]
 
     def advance(self, count: int, *, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Make room for ``count`` tokens. Returns their positions [S] and the mask [S, T] of what they attend to."""
+        """Reserve ``count`` positions; return them [S] and the mask [S, T] of the positions they may attend to."""
         positions_S = torch.arange(self.position, self.position + count, device=device)
         self.position += count
         assert self.position <= self.length, f"{self.position} tokens in a cache of {self.length}"
@@ -112,16 +107,17 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Causal attention in which N / K query heads share a key/value head; optional biases and per-head QK norm.
+    """Causal attention in which N / K query heads share a key/value head (Ainslie et al. 2023, GQA).
 
     Args:
-        spec: sizes and variants. rotary: queries and keys are turned by their positions.
+        spec: sizes, biases, norms of queries and keys.
+        rotary: rotate queries and keys by their positions.
     """
 
     def __init__(self, spec: Model, *, rotary: bool = True) -> None:
         super().__init__()
         self.head_dim, self.rotary, self.eps = head_size(spec), rotary, spec.norm_eps
-        self.qk_l2_norm = spec.qk_l2_norm and rotary
+        self.qk_l2_norm = spec.qk_l2_norm and rotary  # as in Llama 4: only where rotation is
         query_dim, kv_dim = spec.num_heads * self.head_dim, spec.num_kv_heads * self.head_dim
         self.grouped = spec.num_kv_heads != spec.num_heads
         self.wq = Linear(spec.dim, query_dim, bias=spec.attention_bias)
@@ -143,12 +139,12 @@ class Attention(nn.Module):
         temperature_S: Tensor | None = None,
     ) -> Tensor:
         """Attend; arguments as of ``decoder.TransformerBlock.forward``."""
-        # the number of heads is read off the tensor: a shard holds fewer than the configuration says
+        # The number of heads is inferred (-1): under tensor parallelism this rank has fewer than the configuration.
         x = shared(x_BSD, self.wq, self.wk, self.wv)
         q_BSNH = self.wq(x).unflatten(-1, (-1, self.head_dim))
         k_BSKH = self.wk(x).unflatten(-1, (-1, self.head_dim))
         v_BSKH = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
         if self.rotary:
             q_BSNH, k_BSKH = rotate(q_BSNH, cos_SP, sin_SP), rotate(k_BSKH, cos_SP, sin_SP)
@@ -157,20 +153,24 @@ class Attention(nn.Module):
         if self.qk_l2_norm:
             q_BSNH, k_BSKH = (F.rms_norm(t, (self.head_dim,), eps=self.eps) for t in (q_BSNH, k_BSKH))
         q_BNSH, k_BKTH, v_BKTH = (t.transpose(1, 2) for t in (q_BSNH, k_BSKH, v_BSKH))
-        if keys_BKTH is not None:
+        if keys_BKTH is not None and values_BKTH is not None:
+            assert positions_S is not None
             k_BKTH = keys_BKTH.index_copy_(2, positions_S, k_BKTH)
             v_BKTH = values_BKTH.index_copy_(2, positions_S, v_BKTH)
         out_BNSH = self.attend(q_BNSH, k_BKTH, v_BKTH, mask)
-        return self.wo(out_BNSH.transpose(1, 2).flatten(2))
+        projected: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
+        return projected
 
+    # A method of its own: context parallelism replaces it, see ``BlockLayout.attention``.
     def attend(self, q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask | None) -> Tensor:
         """Scaled dot-product attention: causal without a mask, else exactly what the mask allows."""
         if isinstance(mask, BlockMask):
-            return _flex()(q_BNSH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=self.grouped)
+            return _compiled_flex_attention()(q_BNSH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=self.grouped)
         if self.grouped and mask is not None:
-            # with a mask only cuDNN's kernel knows groups; where it is missing, one that holds all scores would run
-            group = q_BNSH.shape[1] // k_BKTH.shape[1]
-            k_BKTH, v_BKTH = (t.repeat_interleave(group, dim=1) for t in (k_BKTH, v_BKTH))
+            # With a mask only cuDNN's kernel supports groups. Without cuDNN, torch would fall back to the math kernel,
+            # which holds all scores; repeated heads keep a memory-efficient one.
+            heads_per_group = q_BNSH.shape[1] // k_BKTH.shape[1]
+            k_BKTH, v_BKTH = (t.repeat_interleave(heads_per_group, dim=1) for t in (k_BKTH, v_BKTH))
         return F.scaled_dot_product_attention(
             q_BNSH, k_BKTH, v_BKTH, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped and mask is None
         )

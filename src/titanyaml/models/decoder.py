@@ -1,14 +1,17 @@
 """The decoder: dense and mixture models in one module; sizes and variants come from ``schema.Model``.
 
-Knows nothing of parallelism, precision or the loop. Computes in the dtype of its weights; norms, rotary angles and
-losses are formed in float32 or wider. Shapes: B batch, S sequence, D model width, V vocabulary, P rotary frequencies,
-K key/value heads, T attended positions, H head size.
+It knows nothing of parallelism, precision or the loop. It computes in the dtype of its weights; norms, rotary angles
+and losses are formed in float32 or wider.
+
+Shapes: B batch, S sequence, D model width, V vocabulary, P rotary frequencies, K key/value heads, T attended positions,
+H head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,22 +22,25 @@ from titanyaml.errors import ConfigError
 from titanyaml.models import rope
 from titanyaml.models.attention import Attention, KVCache, Mask, document_mask, head_size, is_rotary
 from titanyaml.models.layers import FeedForward, OutputProjection, RMSNorm
-from titanyaml.models.moe import Experts, MoE, is_mixture
+from titanyaml.models.moe import Experts, MixtureOfExperts, is_mixture
 from titanyaml.models.protocol import BlockLayout, ModelFacts
 
-#: (hidden_BSD, head weight_VD, labels_BS or None) -> what the forward returns
+#: (hidden_BSD, head weight_VD, labels_BS or None) -> result of the forward
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class TransformerBlock(nn.Module):
     """Pre-norm residual block. Its forward takes tensors only, so that a plugin can wrap ``forward`` in place."""
 
+    attention: Attention
+
     def __init__(self, spec: Model, index: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.dim, eps=spec.norm_eps)
         self.attention = Attention(spec, rotary=is_rotary(spec, index))
         self.ffn_norm = RMSNorm(spec.dim, eps=spec.norm_eps)
-        self.feed_forward = MoE(spec) if is_mixture(spec, index) else FeedForward(spec.dim, ffn_dim=spec.ffn_dim)
+        mixture = is_mixture(spec, index)
+        self.feed_forward = MixtureOfExperts(spec) if mixture else FeedForward(spec.dim, ffn_dim=spec.ffn_dim)
 
     def forward(
         self,
@@ -47,34 +53,35 @@ class TransformerBlock(nn.Module):
         positions_S: Tensor | None = None,
         temperature_S: Tensor | None = None,
     ) -> Tensor:
-        """One block.
+        """Return the residual stream [B, S, D] after this block.
 
         Args:
-            x_BSD: residual stream. cos_SP, sin_SP: rotary tables of these positions, float32 or wider.
-            mask: which position S may attend to which T, as ``attention.document_mask`` makes it, or bool, broadcast
-                to [B, heads, S, T]; None: causal.
+            x_BSD: residual stream.
+            cos_SP, sin_SP: rotary tables of these positions, float32 or wider.
+            mask: of ``attention.document_mask``, or bool, broadcast to [B, heads, S, T]; None: causal.
             keys_BKTH, values_BKTH: this layer's cache, written in place at positions_S; None outside generation.
             temperature_S: factors on queries without rotary embedding, float32 or wider; None: all 1.
-
-        Returns:
-            The residual stream [B, S, D].
         """
         h_BSD = self.attention_norm(x_BSD)
         x_BSD = x_BSD + self.attention(h_BSD, cos_SP, sin_SP, mask, keys_BKTH, values_BKTH, positions_S, temperature_S)
-        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+        ffn_BSD: Tensor = self.feed_forward(self.ffn_norm(x_BSD))
+        return x_BSD + ffn_BSD
 
 
 class Decoder(nn.Module):
-    """Token ids to logits, or to a loss.
-
-    Args:
-        spec: sizes and variants.
+    """Token ids to logits, or to a loss. A pipeline stage is a decoder too, see ``part``.
 
     Raises:
-        ConfigError: heads or channels do not divide.
+        ConfigError: heads or channels of ``spec`` do not divide.
     """
 
-    embeds = heads = True  # a part may lack either end
+    embeds = heads = True  # whether this decoder starts with the embedding, and ends with final norm and head
+    spec: Model
+    tok_embeddings: nn.Embedding | None
+    layers: nn.ModuleList | nn.ModuleDict
+    norm: RMSNorm | None
+    output: OutputProjection | None
+    facts: ModelFacts
 
     def __init__(self, spec: Model) -> None:
         super().__init__()
@@ -82,22 +89,25 @@ class Decoder(nn.Module):
         self.tok_embeddings = nn.Embedding(spec.vocab_size, spec.dim)
         self.layers = nn.ModuleList(TransformerBlock(spec, i) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.dim, eps=spec.norm_eps)
-        # Tied: there is no second parameter that could come untied; the embedding's weight is read twice.
+        # Tied: the embedding's weight is read twice. A second parameter could come untied, in a cast or a checkpoint.
         self.output = None if spec.tie_embeddings else OutputProjection(spec.dim, vocab_size=spec.vocab_size)
         self._register_tables(self.tok_embeddings.weight.device)
         self.facts = _facts(self)
 
     def part(self, blocks: Sequence[str], *, embeds: bool, heads: bool) -> Decoder:
-        """A decoder of some consecutive blocks; parts chained compute what the whole does. Modules are shared.
+        """Make a decoder of consecutive blocks that shares its modules with this one; chained parts equal the whole.
 
         Args:
-            blocks: their names, which they keep. embeds: whether it takes token ids, instead of the residual stream.
-            heads: whether it ends in the final norm and the head, instead of giving the residual stream.
+            blocks: names of the blocks, which they keep.
+            embeds: take token ids; else the residual stream.
+            heads: end with final norm and head; else return the residual stream.
         """
         part = Decoder.__new__(Decoder)
         nn.Module.__init__(part)
         part.spec, part.embeds, part.heads = self.spec, embeds, heads
+        # a tied head reads the embedding's weight
         part.tok_embeddings = self.tok_embeddings if embeds or (heads and self.output is None) else None
+        # a ModuleDict by block number: parameters keep the names that they have in the whole model, as checkpoints need
         part.layers = nn.ModuleDict({name.rpartition(".")[2]: self.get_submodule(name) for name in blocks})
         part.norm = self.norm if heads else None
         part.output = self.output if heads else None
@@ -119,7 +129,7 @@ class Decoder(nn.Module):
         self.init_buffers(device)
 
     def init_buffers(self, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
-        """(Re)compute the tables of all positions (rotary, temperature) on ``device``; ``dtype`` float32 or float64."""
+        """Compute the rotary and temperature tables of all positions on ``device``; ``dtype`` float32 or float64."""
         spec = self.spec
         frequencies_P = rope.inverse_frequencies(
             head_size(spec), theta=spec.rope_theta, scaling=spec.rope_scaling, dtype=dtype
@@ -148,25 +158,25 @@ class Decoder(nn.Module):
         """Run the model.
 
         Args:
-            tokens_BS: int64 ids; positions are 0..S-1, or go on from where ``cache`` stands. To a part that does not
-                embed: the residual stream [B, S, D], whose S may be a slice of that of the labels.
+            tokens_BS: int64 ids; positions are 0..S-1, or continue those of ``cache``. A part that does not embed
+                takes the residual stream [B, S, D], whose S may be a slice of the labels'.
             documents_BS: int64 document index of each attended token; read where ``model.document_mask`` is on.
-            positions_S: int64 positions of the tokens, where they are a part of a longer sequence. rows_S: positions
-                of the queries that attention sees, where they are not those of ``documents_BS``.
-            labels_BS: handed to ``loss_fn``.
-            loss_fn: takes final hidden states, the head's weight and the labels. It runs inside this forward because
-                only here a sharded weight is sure to be whole.
+            labels_BS: passed to ``loss_fn``.
+            positions_S: int64 positions of the tokens where they are part of a longer sequence.
+            rows_S: positions of attention's queries where they are not those of ``documents_BS``.
+            loss_fn: computes the result from final hidden states, head weight and labels.
             cache: keys and values of earlier tokens of one document (generation); extended in place.
 
         Returns:
-            What ``loss_fn`` returns, else logits [B, S, V] in the weights' dtype. Of a part without a head: the
-            residual stream.
+            ``loss_fn``'s result, else logits [B, S, V] in the weights' dtype; the residual stream of a headless part.
 
         Raises:
             ConfigError: the sequence is longer than ``model.max_seq_len``.
         """
-        # the residual stream may hold a slice of the sequence only
-        count = (tokens_BS if self.embeds else labels_BS).shape[1]
+        # Under sequence parallelism the residual stream holds a slice of the sequence only; the labels are whole.
+        sequence = tokens_BS if self.embeds else labels_BS
+        assert sequence is not None
+        count = sequence.shape[1]
         start = cache.position if cache is not None else 0
         if start + count > self.spec.max_seq_len:
             raise ConfigError(
@@ -174,42 +184,46 @@ class Decoder(nn.Module):
                 key="train.seq_len",
                 hint=f"train.seq_len={self.spec.max_seq_len}",
             )
-        h_BSD = self.tok_embeddings(tokens_BS) if self.embeds else tokens_BS
-        at = slice(start, start + count) if positions_S is None else positions_S
-        cos_SP, sin_SP = self.rope_cos_TP[at], self.rope_sin_TP[at]
-        temperature_S = self.temperature_T[at] if self.spec.attention_temperature else None
+        h_BSD = self.tok_embeddings(tokens_BS) if self.embeds and self.tok_embeddings is not None else tokens_BS
+        positions = slice(start, start + count) if positions_S is None else positions_S
+        cos_SP, sin_SP = self.rope_cos_TP[positions], self.rope_sin_TP[positions]
+        temperature_S = self.temperature_T[positions] if self.spec.attention_temperature else None
         if cache is not None:
             h_BSD = self._run_cached(h_BSD, cos_SP, sin_SP, temperature_S, cache)
         else:
-            whole, local = self._masks(documents_BS, rows_S, count, h_BSD.dtype)
+            full_mask, chunk_mask = self._masks(documents_BS, rows_S, count, h_BSD.dtype)
             for block in self._blocks():
-                mask = local if block.attention.rotary else whole
+                mask = chunk_mask if block.attention.rotary else full_mask
                 h_BSD = block(h_BSD, cos_SP, sin_SP, mask, temperature_S=temperature_S)
-        if not self.heads:
+        if self.norm is None:
             return h_BSD
         h_BSD = self.norm(h_BSD)
         head = self.tok_embeddings if self.output is None else self.output
-        if loss_fn is None:
-            return F.linear(h_BSD, head.weight)
-        return loss_fn(h_BSD, head.weight, labels_BS)
+        assert head is not None
+        # The loss is computed here, inside the forward: only while a module's forward runs does FSDP have its weight
+        # gathered, and a chunked loss needs the head's as a whole.
+        return F.linear(h_BSD, head.weight) if loss_fn is None else loss_fn(h_BSD, head.weight, labels_BS)
 
-    def _blocks(self) -> Iterable[nn.Module]:
+    def _blocks(self) -> Iterable[Any]:
+        """The transformer blocks; torch's containers are typed as holding any module."""
         return self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
 
     def _masks(
         self, documents_BT: Tensor | None, rows_S: Tensor | None, count: int, dtype: torch.dtype
     ) -> tuple[Mask | None, Mask | None]:
         """Masks of blocks without and with rotary embedding; they differ where the sequence exceeds a chunk."""
-        masked, chunk = self.spec.document_mask, self.spec.attention_chunk
-        assert not masked or documents_BT is not None, "model.document_mask is on and documents_BS is missing"
-        whole = document_mask(documents_BT, rows_S, dtype=dtype) if masked else None
-        length = documents_BT.shape[1] if masked else count
-        if chunk is None or length <= chunk:
-            return whole, whole
-        # a chunk of a document is a document by itself
-        chunks_T = torch.arange(length, device=self.rope_cos_TP.device) // chunk
-        parts_BT = documents_BT * length + chunks_T if masked else chunks_T.unsqueeze(0)
-        return whole, document_mask(parts_BT, rows_S, dtype=dtype)
+        chunk, full_mask = self.spec.attention_chunk, None
+        if not self.spec.document_mask:
+            documents_BT = None
+        else:
+            assert documents_BT is not None, "model.document_mask is on and documents_BS is missing"
+            full_mask, count = document_mask(documents_BT, rows_S, dtype=dtype), documents_BT.shape[1]
+        if chunk is None or count <= chunk:
+            return full_mask, full_mask
+        # Blocks with rotary embedding attend within chunks (Llama 4): a chunk of a document is a document by itself.
+        chunks_T = torch.arange(count, device=self.rope_cos_TP.device) // chunk
+        documents_BT = chunks_T.unsqueeze(0) if documents_BT is None else documents_BT * count + chunks_T
+        return full_mask, document_mask(documents_BT, rows_S, dtype=dtype)
 
     def _run_cached(
         self, h_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, temperature_S: Tensor | None, cache: KVCache
@@ -217,35 +231,37 @@ class Decoder(nn.Module):
         batch, count, _ = h_BSD.shape
         shape = (batch, self.spec.num_kv_heads, cache.length, head_size(self.spec))
         cache.start(len(self.layers), shape=shape, like=h_BSD)
-        positions_S, mask_ST = cache.advance(count, device=h_BSD.device)
-        local_ST, chunk = mask_ST, self.spec.attention_chunk
+        positions_S, full_mask_ST = cache.advance(count, device=h_BSD.device)
+        chunk_mask_ST, chunk = full_mask_ST, self.spec.attention_chunk
         if chunk is not None and cache.length > chunk:
             positions_T = torch.arange(cache.length, device=h_BSD.device)
-            local_ST = mask_ST & ((positions_S // chunk).unsqueeze(1) == positions_T // chunk)
-        for block, keys_BKTH, values_BKTH in zip(self.layers, cache.keys_BKTH, cache.values_BKTH, strict=True):
-            mask = local_ST if block.attention.rotary else mask_ST
+            chunk_mask_ST = full_mask_ST & ((positions_S // chunk).unsqueeze(1) == positions_T // chunk)
+        for block, keys_BKTH, values_BKTH in zip(self._blocks(), cache.keys_BKTH, cache.values_BKTH, strict=True):
+            mask = chunk_mask_ST if block.attention.rotary else full_mask_ST
             h_BSD = block(h_BSD, cos_SP, sin_SP, mask, keys_BKTH, values_BKTH, positions_S, temperature_S)
         return h_BSD
 
 
 def build(spec: Model) -> Decoder:
-    """The decoder on meta: no memory, no values. ``models.init.materialise`` gives it both."""
+    """Build the decoder on meta, without memory or values; ``models.init.materialise`` gives it both."""
     with torch.device("meta"):
         return Decoder(spec)
 
 
 def _facts(model: Decoder) -> ModelFacts:
     spec = model.spec
+    # Counted on the built module, not by a formula: the counts are right for every variant that can be built.
     num_params = sum(p.numel() for p in model.parameters())
     experts = [module for module in model.modules() if isinstance(module, Experts)]
-    idle = sum(p[spec.moe.top_k :].numel() for module in experts for p in module.parameters())
+    num_idle_params = sum(p[spec.moe.top_k :].numel() for module in experts for p in module.parameters())
+    assert model.tok_embeddings is not None
     return ModelFacts(
         blocks=tuple(f"layers.{i}" for i in range(spec.num_layers)),
         embedding="tok_embeddings",
         head="tok_embeddings" if spec.tie_embeddings else "output",
         final_norm="norm",
         num_params=num_params,
-        num_active_params=num_params - idle,
+        num_active_params=num_params - num_idle_params,
         num_embedding_params=model.tok_embeddings.weight.numel(),
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
@@ -262,15 +278,17 @@ def _facts(model: Decoder) -> ModelFacts:
 
 
 def _layout(spec: Model, index: int) -> BlockLayout:
-    """Of block ``index``: a mixture's shared expert is a feed-forward by itself."""
+    """Layout of block ``index``; of a mixture only the shared expert is a dense feed-forward."""
     mixture = is_mixture(spec, index)
-    ffn = "feed_forward.shared" if mixture else "feed_forward"
-    ffn = () if mixture and not spec.moe.shared_ffn_dim else (ffn,)
+    feed_forwards = ["feed_forward"]
+    if mixture:
+        feed_forwards = ["feed_forward.shared"] if spec.moe.shared_ffn_dim else []
+    ffn_columns = [f"{ffn}.{weight}" for ffn in feed_forwards for weight in ("w1", "w3")]
     return BlockLayout(
-        entries=("attention", *ffn),
+        entries=("attention", *feed_forwards),
         attention="attention",
-        column=("attention.wq", "attention.wk", "attention.wv", *(f"{name}.{w}" for name in ffn for w in ("w1", "w3"))),
-        row=("attention.wo", *(f"{name}.w2" for name in ffn)),
+        column=("attention.wq", "attention.wk", "attention.wv", *ffn_columns),
+        row=("attention.wo", *(f"{ffn}.w2" for ffn in feed_forwards)),
         stream_norms=("attention_norm", "ffn_norm"),
         head_norms=("attention.q_norm", "attention.k_norm") if spec.qk_norm else (),
         router="feed_forward.router" if mixture else "",

@@ -1,4 +1,4 @@
-"""Write tokens one at a time, keeping the keys and values of those already seen."""
+"""Autoregressive generation with a key/value cache."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def generate(
     generator: torch.Generator | None = None,
     stop_ids: Collection[int] = (),
 ) -> Iterator[int]:
-    """Continue ``tokens``; yields each new id as it is known.
+    """Continue the prompt ``tokens``, yielding each new id.
 
     Args:
-        tokens: the prompt. max_new_tokens: limit of new ids.
+        max_new_tokens: largest number of new ids.
         temperature: 0 takes the most likely id (the lowest of equals); above, logits are divided by it and an id drawn.
-        top_k: draw among this many of the most likely; None: all. generator: source of the draws, on the model's
-            device; the same state gives the same ids.
+        top_k: draw among this many most likely ids; None: among all.
+        generator: source of the draws, on the model's device.
         stop_ids: ids that end the text; they are not yielded.
 
     Raises:
@@ -46,11 +46,12 @@ def generate(
             key="runner.max_new_tokens",
             hint=f"runner.max_new_tokens={max(limit - len(tokens), 1)}",
         )
-    bad = [token for token in tokens if not 0 <= token < model.facts.vocab_size]
-    if bad:
+    invalid = [token for token in tokens if not 0 <= token < model.facts.vocab_size]
+    if invalid:
         raise DataError(
-            f"prompt id {bad[0]} is outside the vocabulary of {model.facts.vocab_size} ids", key="model.vocab_size"
+            f"prompt id {invalid[0]} is outside the vocabulary of {model.facts.vocab_size} ids", key="model.vocab_size"
         )
+    # A generator function would raise these errors at its first ``next``; this one raises when called.
     return _generate(model, tokens, max_new_tokens, temperature, top_k, generator, frozenset(stop_ids))
 
 
@@ -65,20 +66,20 @@ def _generate(
     stop_ids: frozenset[int],
 ) -> Iterator[int]:
     device = next(model.parameters()).device
-    # the last new token is never read back
+    # the last new token is never fed back, so that it needs no position
     cache = KVCache(len(tokens) + max_new_tokens - 1)
-    unread = tokens
+    new_tokens = tokens
     for _ in range(max_new_tokens):
-        logits_BV = model(torch.tensor([unread], device=device), loss_fn=_last_logits, cache=cache)
+        logits_BV = model(torch.tensor([new_tokens], device=device), loss_fn=_last_logits, cache=cache)
         token = _choose(logits_BV[0], temperature, top_k, generator)
         if token in stop_ids:
             return
         yield token
-        unread = [token]
+        new_tokens = [token]
 
 
 def _last_logits(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor | None) -> Tensor:
-    """Logits of the last position only: a prompt needs no others."""
+    """Logits of the last position: those of the other prompt tokens predict ids that are given."""
     return F.linear(hidden_BSD[:, -1], weight_VD)
 
 

@@ -1,7 +1,8 @@
-"""What ``config.json`` of a Hugging Face checkpoint says of a model, and which models it can say."""
+"""The ``config.json`` of a Hugging Face checkpoint, and which models each architecture can express."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from titanyaml.config.schema import Model
@@ -16,36 +17,22 @@ ARCHITECTURES = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "llama4": ("Llama4ForCausalLM", "llama4_text"),
 }
-#: Keys that have one value only in an architecture; those that every other architecture leaves at their default.
-_FIXED = {
+#: Keys that have a single value in an architecture. Those of ``_DEFAULTS`` are fixed to it in all others.
+_FIXED: dict[str, dict[str, Any]] = {
     "llama3": {"moe.num_experts": 0},
     "qwen3": {"moe.num_experts": 0, "qk_norm": True},
-    "mixtral": {
-        "moe.score": "softmax",
-        "moe.normalize": True,
-        "moe.first_dense": 0,
-        "moe.every": 1,
-        "moe.ffn_dim": None,
-        "moe.shared_ffn_dim": 0,
-        "moe.weight_at": "output",
-        "attention_bias": False,
-    },
+    "mixtral": {"moe.score": "softmax", "moe.normalize": True, "moe.first_dense": 0, "moe.every": 1}
+    | {"moe.ffn_dim": None, "moe.shared_ffn_dim": 0, "moe.weight_at": "output", "attention_bias": False},
     "qwen3_moe": {"moe.score": "softmax", "moe.shared_ffn_dim": 0, "moe.weight_at": "output", "qk_norm": True},
     "llama4": {"moe.score": "sigmoid", "moe.normalize": False, "moe.first_dense": 0, "moe.weight_at": "input"},
 }
-_DEFAULTS = {
-    "qk_norm": False,
-    "qk_l2_norm": False,
-    "nope_every": 0,
-    "attention_chunk": None,
-    "attention_temperature": 0.0,
-}
+_LLAMA4_DEFAULTS = {"qk_l2_norm": False, "nope_every": 0, "attention_chunk": None, "attention_temperature": 0.0}
+_DEFAULTS = {"qk_norm": False, **_LLAMA4_DEFAULTS}
 _MOE_DEFAULTS = {"moe.scale": 1.0, "moe.num_groups": 1, "moe.bias_rate": 0.0}
-_LLAMA4_FREE = ("qk_l2_norm", "nope_every", "attention_chunk", "attention_temperature")
 
 
 def hf_config(spec: Model) -> dict[str, Any]:
-    """The content of ``config.json``. Special token ids are null: they are the tokenizer's to say.
+    """The content of ``config.json``. Special token ids are null: only a tokenizer has them.
 
     Raises:
         ConfigError: the family's architecture cannot express ``spec``.
@@ -53,7 +40,7 @@ def hf_config(spec: Model) -> dict[str, Any]:
     if problems := _inexpressible(spec):
         raise ConfigError(problems)
     architecture, model_type = ARCHITECTURES[spec.family]
-    config = {
+    config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": spec.vocab_size,
@@ -75,15 +62,15 @@ def hf_config(spec: Model) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if spec.rope_scaling is not None:
+    if scaling := spec.rope_scaling:
         config["rope_scaling"] = {
             "rope_type": "llama3",
-            "factor": spec.rope_scaling.factor,
-            "low_freq_factor": spec.rope_scaling.low_freq_factor,
-            "high_freq_factor": spec.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": spec.rope_scaling.original_max_seq_len,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
         }
-    return config | _OWN[spec.family](spec)
+    return config | _FAMILY_KEYS[spec.family](spec)
 
 
 def _mixtral(spec: Model) -> dict[str, Any]:
@@ -121,7 +108,7 @@ def _llama4(spec: Model) -> dict[str, Any]:
     }
 
 
-_OWN = {
+_FAMILY_KEYS: dict[str, Callable[[Model], dict[str, Any]]] = {
     "llama3": lambda spec: {"mlp_bias": False, "pretraining_tp": 1},
     "qwen3": lambda spec: {"use_sliding_window": False},
     "mixtral": _mixtral,
@@ -132,23 +119,22 @@ _OWN = {
 
 def _inexpressible(spec: Model) -> list[Problem]:
     """Keys of ``spec`` whose values the family's architecture does not have."""
-    wanted = _DEFAULTS | _FIXED[spec.family]
+    required: dict[str, Any] = _DEFAULTS | _FIXED[spec.family]
     if spec.family == "llama4":
-        wanted = {name: value for name, value in wanted.items() if name not in _LLAMA4_FREE}
-        wanted["moe.shared_ffn_dim"] = spec.moe.ffn_dim or spec.ffn_dim
+        required = {name: value for name, value in required.items() if name not in _LLAMA4_DEFAULTS}
+        required["moe.shared_ffn_dim"] = spec.moe.ffn_dim or spec.ffn_dim
     if spec.moe.ffn_dim == spec.ffn_dim:
-        wanted.pop("moe.ffn_dim", None)  # said twice
-    if "moe.num_experts" not in wanted:
-        wanted |= _MOE_DEFAULTS
+        required.pop("moe.ffn_dim", None)  # the same width as the default, only typed
+    if "moe.num_experts" not in required:
+        required |= _MOE_DEFAULTS
         if not spec.moe.num_experts:
             return [_problem("moe.num_experts", 0, "1 or more", spec)]
-    got = {name: getattr(spec.moe if "." in name else spec, name.removeprefix("moe.")) for name in wanted}
-    return [_problem(name, got[name], value, spec) for name, value in wanted.items() if got[name] != value]
+    actual = {name: getattr(spec.moe if "." in name else spec, name.removeprefix("moe.")) for name in required}
+    return [_problem(name, actual[name], value, spec) for name, value in required.items() if actual[name] != value]
 
 
-def _problem(name: str, got: Any, value: Any, spec: Model) -> Problem:
+def _problem(name: str, actual: Any, required: Any, spec: Model) -> Problem:
     families = {"qwen3": "llama3", "llama3": "qwen3"} if name == "qk_norm" else {}
     hint = f"model.family={families[spec.family]}" if spec.family in families else "another model.family"
-    return Problem(
-        f"model.{name}", f"{got} cannot be expressed by {ARCHITECTURES[spec.family][0]}", allowed=str(value), hint=hint
-    )
+    message = f"{actual} cannot be expressed by {ARCHITECTURES[spec.family][0]}"
+    return Problem(f"model.{name}", message, allowed=str(required), hint=hint)

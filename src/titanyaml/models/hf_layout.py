@@ -1,8 +1,8 @@
-"""Where a tensor of ours stands in a Hugging Face checkpoint, and in which layout.
+"""Conversions between the tensor layouts of our decoder and of Hugging Face checkpoints.
 
-Most are the same numbers under another name. Experts are stacked here; Mixtral and Qwen3-MoE store each by itself,
-Llama 4 stores gate and up as one tensor, and its rotary embedding turns neighbouring channels where ours turns
-channels half a head apart. Shapes: E experts, D model width, F inner width, N heads, H head size.
+Most tensors are the same numbers under another name. Experts are stacked here; Mixtral and Qwen3-MoE store each by
+itself, Llama 4 stores gate and up as one tensor, and its rotary embedding rotates neighbouring channels where ours
+rotates channels half a head apart. Shapes: E experts, D model width, F inner width, H head size.
 """
 
 from __future__ import annotations
@@ -17,53 +17,56 @@ Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tensors of ours that are made of tensors of theirs, and the other way round. Without functions: one is the other.
+class TensorMapping:
+    """Tensors of ours, the same values as tensors of a Hugging Face checkpoint, and how each are made of the other.
 
     Args:
-        ours, theirs: names. export: ours, in this order, to theirs. load: theirs to ours.
+        ours, hf: names.
+        export: our tensors, in the order of ``ours``, to those of ``hf``; by default they are the same objects.
+        load: the reverse.
     """
 
     ours: tuple[str, ...]
-    theirs: tuple[str, ...]
+    hf: tuple[str, ...]
     export: Convert = tuple
     load: Convert = tuple
 
 
-def same(ours: str, theirs: str) -> Piece:
+def same(ours: str, hf: str) -> TensorMapping:
     """One tensor under two names."""
-    return Piece((ours,), (theirs,))
+    return TensorMapping((ours,), (hf,))
 
 
-def one_by_one(ours: str, theirs: str, *, num_experts: int) -> Piece:
-    """Stacked here [E, ...], there E tensors; ``theirs`` has a ``{}`` for the expert's number."""
-    names = tuple(theirs.format(i) for i in range(num_experts))
-    return Piece((ours,), names, lambda t: t[0].unbind(), lambda t: (torch.stack(tuple(t)),))
+def stacked_experts(ours: str, hf: str, *, num_experts: int) -> TensorMapping:
+    """[E, ...] here, E tensors there; ``hf`` has a ``{}`` for the expert's number."""
+    names = tuple(hf.format(i) for i in range(num_experts))
+    return TensorMapping((ours,), names, lambda t: t[0].unbind(), lambda t: (torch.stack(tuple(t)),))
 
 
-def fused_gate_up(gate: str, up: str, theirs: str) -> Piece:
-    """Gate and up here [E, F, D] each, there [E, D, 2F]."""
-    return Piece(
+def fused_gate_up(gate: str, up: str, hf: str) -> TensorMapping:
+    """Gate and up [E, F, D] each here, [E, D, 2F] there."""
+    return TensorMapping(
         (gate, up),
-        (theirs,),
+        (hf,),
         lambda t: (torch.cat(tuple(t), dim=1).transpose(1, 2).contiguous(),),
         lambda t: tuple(half.contiguous() for half in t[0].transpose(1, 2).chunk(2, dim=1)),
     )
 
 
-def transposed(ours: str, theirs: str) -> Piece:
+def transposed(ours: str, hf: str) -> TensorMapping:
     """[E, D, F] here, [E, F, D] there."""
-    turn = lambda t: (t[0].transpose(1, 2).contiguous(),)  # noqa: E731
-    return Piece((ours,), (theirs,), turn, turn)
+
+    def transpose(tensors: Sequence[Tensor]) -> tuple[Tensor]:
+        return (tensors[0].transpose(1, 2).contiguous(),)
+
+    return TensorMapping((ours,), (hf,), transpose, transpose)
 
 
-def neighbours(ours: str, theirs: str, *, head_dim: int) -> Piece:
-    """Output features of a head: channels i and i + H/2 turn together here, 2i and 2i + 1 there."""
+def interleaved_rotary(ours: str, hf: str, *, head_dim: int) -> TensorMapping:
+    """Output features of a head: channels i and i + H/2 rotate together here, 2i and 2i + 1 there."""
 
-    def export(tensors: Sequence[Tensor]) -> tuple[Tensor]:
-        return (tensors[0].unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2),)
+    def permute(weight: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor]:
+        return (torch.unflatten(weight, 0, sizes).transpose(1, 2).flatten(0, 2),)
 
-    def load(tensors: Sequence[Tensor]) -> tuple[Tensor]:
-        return (tensors[0].unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2),)
-
-    return Piece((ours,), (theirs,), export, load)
+    half = head_dim // 2
+    return TensorMapping((ours,), (hf,), lambda t: permute(t[0], (-1, 2, half)), lambda t: permute(t[0], (-1, half, 2)))

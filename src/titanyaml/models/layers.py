@@ -1,4 +1,4 @@
-"""Norm, feed-forward and output projection.
+"""Norm, linear layer, feed-forward and output projection.
 
 Shapes: B batch, S sequence, D model width, F feed-forward width, V vocabulary. A suffix names the logical dimension,
 also where the tensor holds a shard.
@@ -6,6 +6,7 @@ also where the tensor holds a shard.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,19 +15,12 @@ from torch import Tensor, nn
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums, angles and losses are formed: float32, or float64 under float64. Never narrower."""
+    """The dtype of sums, angles and losses: float32, or float64 for float64 inputs."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
-
-    ``F.rms_norm`` forms mean, root and product in float32 for narrower inputs and in float64 for float64, rounds once,
-    and keeps only its input and one number a row for the backward pass.
-
-    Args:
-        width: size of the last dimension. eps: added to the mean square.
-    """
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of size ``width`` (Zhang and Sennrich 2019)."""
 
     def __init__(self, width: int, *, eps: float) -> None:
         super().__init__()
@@ -34,6 +28,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        # It computes in float32 for narrower inputs, rounds once, and saves only the input and one number per row for
+        # the backward pass: written out in operators, float32 copies of the residual stream would be saved.
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -41,24 +37,23 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """x @ weight^T + bias.
+    """x @ weight^T + bias, computed by ``product(x, weight, bias)``.
 
-    ``product(x, weight, bias)`` is how: the one place to put in another way to multiply. It is called with plain
-    tensors, the whole weight or a rank's shard of it, and knows nothing of meshes. Where it has a method
-    ``operand(x)``, ``shared`` calls that, and it is called with what came back in place of ``x``.
+    Low-precision plugins replace ``product`` rather than the layer, so that module classes and parameter names stay.
+    It is called with plain tensors, the whole weight or a rank's shard of it, and knows nothing of meshes. It may have
+    a method ``operand(x)`` that prepares the input once for several layers, see ``shared``.
     """
 
-    product = staticmethod(F.linear)
+    product: Callable[..., Tensor] = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias)
 
 
 def shared(x: Tensor, *layers: Linear) -> Any:
-    """``x`` as input of several layers: what their product makes of it first, a cast, is made once.
+    """``x`` as the input of several layers; where they share a product with a method ``operand``, the result of that.
 
-    Returns:
-        ``x``, or where all have the same product and it has a method ``operand``, the result of that.
+    So an input is cast to float8 once, not once per layer.
     """
     product = layers[0].product
     prepare = getattr(product, "operand", None)
@@ -66,7 +61,7 @@ def shared(x: Tensor, *layers: Linear) -> Any:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * (w3 x)), w1 the gate, w3 up, w2 down."""
+    """SwiGLU: w2(silu(w1 x) * (w3 x)) with gate w1, up w3 and down w2 (Shazeer 2020, GLU Variants)."""
 
     def __init__(self, dim: int, *, ffn_dim: int) -> None:
         super().__init__()
@@ -76,15 +71,15 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x = shared(x_BSD, self.w1, self.w3)
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out_BSD: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out_BSD
 
 
 class OutputProjection(nn.Module):
-    """Holds the head's weight [V, D].
+    """Holds the head's weight [V, D]."""
 
-    Not an ``nn.Linear``: the decoder hands the weight itself to the loss, which never forms all logits. What swaps or
-    wraps linear layers would have no effect on it, and so does not find it.
-    """
+    # Not an ``nn.Linear``: the decoder hands the weight itself to the loss, which never forms all logits. A plugin that
+    # replaces linear layers would have no effect here, so it must not find one.
 
     def __init__(self, dim: int, *, vocab_size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a model says of itself, so that plugins and the planner need not look inside it."""
+"""Facts that a model states about itself, so that plugins and the planner need not look inside it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How a block's matrices follow on each other: what tensor parallelism has to know. Names within a block.
+    """Roles of a block's modules, by name within the block, for tensor, context and expert parallelism.
 
     Args:
         entries: modules that take the normalised residual stream and return what is added to it.
-        attention: the module whose ``attend`` looks at other positions.
-        column: linear layers of the entries' inputs, split by output feature (attention: by head).
-        row: linear layers of the entries' outputs, split by input feature; their outputs are summands.
-        stream_norms: norms over the residual stream. head_norms: norms of single heads.
-        router, experts: of a mixture, else "": the one that chooses, and the stacked experts. Both work token by token.
+        attention: the module whose ``attend`` mixes positions.
+        column: linear layers at the entries' inputs, sharded by output feature (attention: by head).
+        row: linear layers at the entries' outputs, sharded by input feature; a rank's output is a summand.
+        stream_norms: norms over the residual stream.
+        head_norms: norms of single heads.
+        router, experts: of a mixture, else "". Both work token by token.
     """
 
     entries: tuple[str, ...]
@@ -33,14 +34,15 @@ class ModelFacts:
     """Facts of one decoder.
 
     Args:
-        blocks: qualified names of the repeated blocks in order ("layers.0", ...).
-        embedding, head, final_norm: qualified names of these modules; ``head`` equals ``embedding`` where tied. In the
-            facts of a part of a model: "" for what it lacks, and ``blocks`` are its own.
-        num_params: logical parameters, a tied weight counted once. num_active_params: those that a token meets.
-        num_embedding_params: parameters of the input embedding (not in the FLOPs of a token).
-        num_layers, num_heads, num_kv_heads, head_dim, dim, ffn_dim, vocab_size, max_seq_len: sizes.
+        blocks: qualified names of the repeated blocks in order ("layers.0", ...); of a part only its own.
+        embedding, head, final_norm: qualified names of these modules, "" where a part lacks them; ``head`` equals
+            ``embedding`` where tied.
+        num_params: parameters of the model, a tied weight counted once.
+        num_active_params: those that one token meets.
+        num_embedding_params: of the input embedding.
         tied: whether head and embedding share their weight.
-        layouts: of each block. num_experts: of a mixture block; 0 where there is none.
+        layouts: one per block.
+        num_experts: of a mixture block; 0 where there is none.
     """
 
     blocks: tuple[str, ...]
@@ -65,8 +67,9 @@ class ModelFacts:
     def flops_per_token(self, seq_len: int) -> int:
         """Training FLOPs per token: 6*(active parameters - input embedding) + 12*layers*heads*head_dim*seq.
 
-        The convention of the published MFU figures: forward and backward, attention not halved for causality,
-        recomputation not counted. With tied embeddings the head's matrix product remains, so nothing is subtracted.
+        The convention of published MFU figures (Chowdhery et al. 2022, PaLM, appendix B): forward and backward,
+        attention not halved for causality, recomputation not counted.
         """
+        # an embedding is a lookup; a tied one is also the head's GEMM, so that nothing is subtracted
         matmul_params = self.num_active_params - (0 if self.tied else self.num_embedding_params)
         return 6 * matmul_params + 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
