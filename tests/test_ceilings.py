@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.plugins.small import spec
 from titanyaml import ceilings
-from titanyaml.ceilings import Ceilings, Linear, Product
+from titanyaml.ceilings import Ceilings, GemmTimes, LinearShape
 from titanyaml.config.schema import Model
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.models import decoder
@@ -24,7 +24,7 @@ LLAMA3_8B = Model(
 def work(model_spec=LLAMA3_8B, **degrees):
     model = decoder.build(model_spec)
     dims = ParallelDims(**degrees)
-    return ceilings.work_of(model, model.facts, dims, seq_len=8192, local_batch=1, accumulation=2)
+    return ceilings.rank_work(model, model.facts, dims, seq_len=8192, local_batch=1, accumulation=2)
 
 
 def shapes(found):
@@ -65,7 +65,7 @@ def test_each_axis_takes_its_part():
 def test_a_matrix_that_is_not_counted_leaves_no_floor():
     model = decoder.build(spec())
     model.layers[1].experts = nn.Parameter(torch.empty(2, 3, 4, device="meta"))
-    found = ceilings.work_of(model, model.facts, ParallelDims(), seq_len=16, local_batch=2, accumulation=1)
+    found = ceilings.rank_work(model, model.facts, ParallelDims(), seq_len=16, local_batch=2, accumulation=1)
     assert found.left_out == ("layers.1.experts",)
     assert made(work=found).floor("bfloat16") is None
     assert made(work=found).why_no_floor("bfloat16") == "no floor: it does not count layers.1.experts"
@@ -73,14 +73,14 @@ def test_a_matrix_that_is_not_counted_leaves_no_floor():
 
 def made(**changes):
     """Two shapes, three layers, forward of 1, 2, 4 seconds and so on."""
-    layers = Linear(8, 16, 16, ("a", "b")), Linear(8, 16, 17, ("c",))
+    layers = LinearShape(8, 16, 16, ("a", "b")), LinearShape(8, 16, 17, ("c",))
 
     def times(unit):
         return dict(zip(ceilings.PASSES, (unit, 2 * unit, 4 * unit), strict=True))
 
-    head = Linear(8, 16, 32, ("head",))
+    head = LinearShape(8, 16, 32, ("head",))
     values = {
-        "work": ceilings.Work(
+        "work": ceilings.RankWork(
             layers,
             head,
             batch=1,
@@ -96,10 +96,10 @@ def made(**changes):
         "device": "made",
         "precisions": ["bfloat16", "float8_rowwise"],
         "linears": [
-            Product(layers[0], {"bfloat16": times(1.0), "float8_rowwise": times(0.25)}),
-            Product(layers[1], {"bfloat16": times(1.0)}),
+            GemmTimes(layers[0], {"bfloat16": times(1.0), "float8_rowwise": times(0.25)}),
+            GemmTimes(layers[1], {"bfloat16": times(1.0)}),
         ],
-        "head": Product(head, {"bfloat16": times(10.0)}),
+        "head": GemmTimes(head, {"bfloat16": times(10.0)}),
         "attention": {"slow": (1.0, 9.0), "fast": (3.0, 5.0)},
         "copy": 1e12,
         "adamw": 0.01,
@@ -132,7 +132,7 @@ def test_a_record_says_rates():
 def test_this_machine_is_measured(monkeypatch):
     monkeypatch.setattr(ceilings, "BUDGET_S", 0.001)
     model = decoder.build(spec())
-    small = ceilings.work_of(model, model.facts, ParallelDims(), seq_len=16, local_batch=2, accumulation=1)
+    small = ceilings.rank_work(model, model.facts, ParallelDims(), seq_len=16, local_batch=2, accumulation=1)
     measured = ceilings.measure(small, device=torch.device("cpu"), dtype=torch.float32)
     floor = measured.floor("float32")
     assert all(part > 0 for part in floor.values())

@@ -41,7 +41,7 @@ def test_devices_are_recognised_by_the_drivers_name(
 
 def test_every_device_has_its_option() -> None:
     folder = resources.files("titanyaml.conf") / "hardware"
-    assert not [option for option in (*hardware._DEVICES, "cpu") if not (folder / f"{option}.yaml").is_file()]
+    assert not [option for option in (*hardware._NAME_PATTERNS, "cpu") if not (folder / f"{option}.yaml").is_file()]
 
 
 def test_what_is_configured_goes_before_what_is_there() -> None:

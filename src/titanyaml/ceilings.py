@@ -1,12 +1,13 @@
-"""What this device can do with the exact shapes of a model, and the floor of a training step that follows.
+"""Ceilings: how fast this device computes a model's exact shapes, and the floor of a training step that follows.
 
-The floor of a step is the time of what cannot be left out: the matrix products of forward, input gradient and weight
-gradient at their exact shapes, the best attention kernel at its shape, and one AdamW sweep over full-precision state.
-Nothing is recomputed in it, no elementwise kernel, no cast and no communication is counted. Each part is measured
-alone, on random data; a sustained step meets a warmer, power-limited device, so that a floor is 5 to 8 % optimistic
-on a GPU.
+The floor is the time of what cannot be left out of a step: the GEMMs of forward, input gradient (dgrad) and weight
+gradient (wgrad) at their exact shapes, the best attention kernel at its shape, and one AdamW pass over float32 state.
+It leaves out recomputation, elementwise kernels, casts and communication, so no real step reaches it. Each part is
+measured alone on random data; in a sustained step the device is warmer and power-limited, so that on a GPU the floor is
+another 5 to 8 % optimistic.
 
-Shapes: M tokens, K input features, N output features of a linear layer.
+Shapes: M tokens, K input features, N output features of a linear layer; attention: B batch, N heads, S sequence, H head
+size.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ from titanyaml.models.protocol import ModelFacts
 from titanyaml.pipeline.protocol import dtype_name
 
 PASSES = ("forward", "dgrad", "wgrad")
-#: Both sides of a float8 product are multiples of this.
+#: cuBLAS takes float8 GEMMs only where both sides are multiples of this.
 FLOAT8_ALIGNMENT = 16
-#: A recipe whose passes are not all of one kind: the measured precision of each pass, None: the compute dtype.
-_MIXED = {"float8_rowwise_with_gw_hp": ("float8_rowwise", "float8_rowwise", None)}
-#: Time spent on one figure (seconds), where three calls take less.
+#: A recipe whose passes differ in precision: the measured precision of each pass; None: the compute dtype.
+_MIXED_RECIPES: dict[str, tuple[str | None, ...]] = {
+    "float8_rowwise_with_gw_hp": ("float8_rowwise", "float8_rowwise", None)
+}
+#: Seconds of measurement per figure, where three calls take less.
 BUDGET_S = 0.1
-#: Bytes that AdamW moves per parameter of 4 bytes: weight, gradient and two moments read, all but the gradient written.
+#: Bytes that AdamW moves per float32 parameter: weight, gradient and two moments read; all but the gradient written.
 ADAMW_BYTES = 28
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearShape:
     """Equal linear layers of one rank: M tokens, K inputs, N outputs, and the names of the layers."""
 
     tokens: int
@@ -51,20 +54,20 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one rank does in a step, by shapes.
+class RankWork:
+    """The work of one rank in a step, by shapes.
 
     Args:
-        linears: of the blocks. head: the output projection; its own group, since it stays in the compute dtype.
-        batch, heads, kv_heads, seq_len, head_dim: of attention. attentions: how often, per forward.
-        shares: ranks among which one causal attention is divided (context parallelism).
-        forwards: per step, counted by the pipeline's share: of 2 stages each does half the blocks.
-        parameters: that this rank's optimizer updates.
-        left_out: matrices of the model that are none of these: with them there is no floor.
+        linears: of the blocks. head: the output projection, apart since it stays in the compute dtype.
+        batch, heads, kv_heads, seq_len, head_dim: shape of attention. attentions: calls per forward.
+        shares: ranks that divide one causal attention (context parallelism).
+        forwards: per step, times the pipeline rank's share of the blocks: with 2 stages each does half.
+        parameters: updated by this rank's optimizer.
+        left_out: matrices of the model that are not counted above; with any there is no floor.
     """
 
-    linears: tuple[Linear, ...]
-    head: Linear
+    linears: tuple[LinearShape, ...]
+    head: LinearShape
     batch: int
     heads: int
     kv_heads: int
@@ -77,29 +80,29 @@ class Work:
     left_out: tuple[str, ...] = ()
 
 
-def work_of(
+def rank_work(
     model: nn.Module, facts: ModelFacts, dims: ParallelDims, *, seq_len: int, local_batch: int, accumulation: int
-) -> Work:
-    """The work of one rank of the mesh ``dims``.
+) -> RankWork:
+    """Count the work of one rank of the mesh ``dims``.
 
     Args:
-        model: the decoder before any plugin changed it (on meta). local_batch: sequences per forward and data rank.
+        model: the decoder on meta, before any plugin changed it.
+        local_batch: sequences per forward and data rank.
         accumulation: forwards per step.
     """
     tokens = local_batch * seq_len // dims.cp
-    shapes: dict[tuple[int, int], list[str]] = {}
+    layers_by_shape: dict[tuple[int, int], list[str]] = {}
     counted = {f"{facts.embedding}.weight", f"{facts.head}.weight"}
     for block, layout in zip(facts.blocks, facts.layouts, strict=True):
         for name, module in model.get_submodule(block).named_modules():
             if isinstance(module, nn.Linear):
                 outputs = module.out_features // (dims.tp if name in layout.column else 1)
                 inputs = module.in_features // (dims.tp if name in layout.row else 1)
-                shapes.setdefault((inputs, outputs), []).append(f"{block}.{name}")
+                layers_by_shape.setdefault((inputs, outputs), []).append(f"{block}.{name}")
                 counted.add(f"{block}.{name}.weight")
-    left_out = [name for name, p in model.named_parameters() if p.dim() > 1 and name not in counted]
-    return Work(
-        linears=tuple(Linear(tokens, *shape, tuple(layers)) for shape, layers in shapes.items()),
-        head=Linear(tokens, facts.dim, facts.vocab_size // dims.tp, (facts.head,)),
+    return RankWork(
+        linears=tuple(LinearShape(tokens, *shape, tuple(layers)) for shape, layers in layers_by_shape.items()),
+        head=LinearShape(tokens, facts.dim, facts.vocab_size // dims.tp, (facts.head,)),
         batch=local_batch,
         heads=facts.num_heads // dims.tp,
         kv_heads=max(facts.num_kv_heads // dims.tp, 1),
@@ -108,36 +111,39 @@ def work_of(
         attentions=facts.num_layers,
         shares=dims.cp,
         forwards=accumulation / dims.pp,
+        # cp ranks are FSDP ranks: they divide the parameters too
         parameters=facts.num_params // (dims.tp * dims.pp * dims.cp * dims.dp_shard),
-        left_out=tuple(left_out),
+        left_out=tuple(name for name, p in model.named_parameters() if p.dim() > 1 and name not in counted),
     )
 
 
 @dataclass(frozen=True)
-class Product:
-    """Measured times of one shape (seconds): precision to pass to time."""
+class GemmTimes:
+    """Measured times of one shape in seconds: precision -> pass -> time. The first precision is the compute dtype."""
 
-    shape: Linear
+    shape: LinearShape
     seconds: dict[str, dict[str, float]]
 
     def total(self, precision: str) -> float:
-        """The three passes of one layer; in the compute dtype where this shape has no time in ``precision``."""
-        high = next(iter(self.seconds))
-        kinds = _MIXED.get(precision, (precision,) * len(PASSES))
+        """The three passes of one layer; in the compute dtype where this shape was not measured in ``precision``."""
+        compute_dtype = next(iter(self.seconds))
+        precisions = _MIXED_RECIPES.get(precision, (precision,) * len(PASSES))
         return sum(
-            self.seconds.get(kind or high, self.seconds[high])[step] for kind, step in zip(kinds, PASSES, strict=True)
+            self.seconds.get(pass_precision or compute_dtype, self.seconds[compute_dtype])[name]
+            for pass_precision, name in zip(precisions, PASSES, strict=True)
         )
 
     def record(self) -> dict[str, Any]:
         """JSON-ready: the shape, how many layers have it, and ms and TFLOP/s by precision."""
-        flops = 2 * self.shape.tokens * self.shape.inputs * self.shape.outputs
+        shape = self.shape
+        flops = 2 * shape.tokens * shape.inputs * shape.outputs
         return {
-            "tokens": self.shape.tokens,
-            "inputs": self.shape.inputs,
-            "outputs": self.shape.outputs,
-            "layers": len(self.shape.layers),
-            "example": self.shape.layers[0],
-            "ms": {kind: {step: 1e3 * s for step, s in times.items()} for kind, times in self.seconds.items()},
+            "tokens": shape.tokens,
+            "inputs": shape.inputs,
+            "outputs": shape.outputs,
+            "layers": len(shape.layers),
+            "example": shape.layers[0],
+            "ms": {kind: {name: 1e3 * s for name, s in times.items()} for kind, times in self.seconds.items()},
             "tflops": {kind: len(times) * flops / sum(times.values()) / 1e12 for kind, times in self.seconds.items()},
         }
 
@@ -147,17 +153,17 @@ class Ceilings:
     """What was measured on one device; times in seconds.
 
     Args:
-        precisions: in which the blocks' products were measured; the first is the compute dtype, in which the head and
-            attention were.
-        attention: backend to (forward, backward) of one call. copy: bytes read and written per second.
-        adamw: seconds per parameter of a fused sweep.
+        precisions: of the blocks' GEMMs. The first is the compute dtype, that of head and attention.
+        attention: backend -> (forward, backward) of one call.
+        copy: bytes read and written per second.
+        adamw: seconds per parameter of a fused update.
     """
 
-    work: Work
+    work: RankWork
     device: str
     precisions: list[str]
-    linears: list[Product]
-    head: Product
+    linears: list[GemmTimes]
+    head: GemmTimes
     attention: dict[str, tuple[float, float]]
     copy: float
     adamw: float
@@ -168,30 +174,27 @@ class Ceilings:
         return min(self.attention, key=lambda name: sum(self.attention[name]))
 
     def floor(self, precision: str, *, quantised: Collection[str] | None = None) -> dict[str, float] | None:
-        """Seconds of a step by part, and their sum ``step``.
+        """Seconds of a step by part, and their sum ``step``; None where ``why_no_floor`` gives a reason.
 
         Args:
-            precision: of the blocks' linear layers. quantised: names of those layers that compute in it, where the
-                others compute in the compute dtype; None: all.
-
-        Returns:
-            None where the model has matrices that are not counted, or ``precision`` was not measured.
+            precision: of the blocks' linear layers.
+            quantised: names of the layers that use it, where the others use the compute dtype; None: all.
         """
         if self.why_no_floor(precision):
             return None
+        work, compute_dtype = self.work, self.precisions[0]
         linear = 0.0
-        for product in self.linears:
-            fast = [name for name in product.shape.layers if quantised is None or name in quantised]
-            linear += len(fast) * product.total(precision)
-            linear += (len(product.shape.layers) - len(fast)) * product.total(self.precisions[0])
+        for gemm in self.linears:
+            num_layers = len(gemm.shape.layers)
+            num_quantised = sum(quantised is None or name in quantised for name in gemm.shape.layers)
+            linear += num_quantised * gemm.total(precision)
+            linear += (num_layers - num_quantised) * gemm.total(compute_dtype)
+        attention = work.attentions * sum(self.attention[self.best_attention]) / work.shares
         parts = {
-            "linear": self.work.forwards * linear,
-            "head": self.work.forwards * self.head.total(self.precisions[0]),
-            "attention": self.work.forwards
-            * self.work.attentions
-            * sum(self.attention[self.best_attention])
-            / self.work.shares,
-            "optimizer": self.adamw * self.work.parameters,
+            "linear": work.forwards * linear,
+            "head": work.forwards * self.head.total(compute_dtype),
+            "attention": work.forwards * attention,
+            "optimizer": self.adamw * work.parameters,
         }
         return {**parts, "step": sum(parts.values())}
 
@@ -199,57 +202,47 @@ class Ceilings:
         """Why ``floor`` gives None; "" where it does not."""
         if self.work.left_out:
             return f"no floor: it does not count {', '.join(self.work.left_out)}"
-        used = [precision] if precision not in _MIXED else [kind for kind in _MIXED[precision] if kind]
-        if set(used) <= set(self.precisions):
+        if {kind for kind in _MIXED_RECIPES.get(precision, (precision,)) if kind} <= set(self.precisions):
             return ""
         return f"no floor: this device has no fast products in {precision} to measure"
 
     def record(self) -> dict[str, Any]:
         """JSON-ready: everything measured, and the floor of a step in each precision (ms)."""
-        floors = {kind: self.floor(kind) for kind in [*self.precisions, *_MIXED]}
+        work = self.work
+        floors = {kind: self.floor(kind) for kind in [*self.precisions, *_MIXED_RECIPES]}
+        shape = {name: getattr(work, name) for name in ("batch", "heads", "kv_heads", "seq_len", "head_dim")}
+        attention_ms = {name: {"forward": 1e3 * f, "backward": 1e3 * b} for name, (f, b) in self.attention.items()}
         return {
             "device": self.device,
-            "gemm": [product.record() for product in [*self.linears, self.head]],
-            "attention": {
-                "batch": self.work.batch,
-                "heads": self.work.heads,
-                "kv_heads": self.work.kv_heads,
-                "seq_len": self.work.seq_len,
-                "head_dim": self.work.head_dim,
-                "best": self.best_attention,
-                "ms": {name: {"forward": 1e3 * f, "backward": 1e3 * b} for name, (f, b) in self.attention.items()},
-            },
+            "gemm": [gemm.record() for gemm in [*self.linears, self.head]],
+            "attention": {**shape, "best": self.best_attention, "ms": attention_ms},
             "copy_tb_s": self.copy / 1e12,
             "adamw": {"ns_per_parameter": 1e9 * self.adamw, "tb_s": ADAMW_BYTES / self.adamw / 1e12},
             "floor_ms": {kind: {part: 1e3 * s for part, s in parts.items()} for kind, parts in floors.items() if parts},
-            "left_out": list(self.work.left_out),
+            "left_out": list(work.left_out),
         }
 
 
-def measure(work: Work, *, device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure this device; takes seconds on a GPU, and its memory is free again afterwards.
-
-    Args:
-        dtype: the compute dtype.
-    """
+def measure(work: RankWork, *, device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure this device in the compute dtype ``dtype``. Takes seconds on a GPU and frees its memory afterwards."""
     precisions = [dtype_name(dtype), *(("float8_tensorwise", "float8_rowwise") if _has_float8(device) else ())]
     measured = Ceilings(
         work=work,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         precisions=precisions,
-        linears=[_product(shape, precisions, device=device, dtype=dtype) for shape in work.linears],
-        head=_product(work.head, precisions[:1], device=device, dtype=dtype),
-        attention=_attention(work, device=device, dtype=dtype),
+        linears=[_time_gemms(shape, precisions, device=device, dtype=dtype) for shape in work.linears],
+        head=_time_gemms(work.head, precisions[:1], device=device, dtype=dtype),
+        attention=_time_attention(work, device=device, dtype=dtype),
         copy=_copy_rate(device),
-        adamw=_adamw(work.parameters, device=device),
+        adamw=_adamw_seconds(work.parameters, device=device),
     )
-    hardware.forget_peaks(device)
+    hardware.forget_peaks(device)  # otherwise the run's peak memory would include the operands of these measurements
     return measured
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median time of a call after two that do not count; at least three, and as many as fit into ``BUDGET_S``."""
-    for _ in range(2):
+    """Median time of a call, of at least three calls and as many as fit into ``BUDGET_S``."""
+    for _ in range(2):  # loads libraries, chooses algorithms, warms the allocator
         call()
     hardware.synchronize(device)
     begin = time.perf_counter()
@@ -261,14 +254,15 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _cuda_times(call: Callable[[], Any], count: int) -> list[float]:
-    """By events, all calls queued at once: the host's own time does not show."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+    # CUDA events between calls that are all queued at once: launch time on the host does not show
+    event_type: Callable[..., Any] = torch.cuda.Event
+    events = [event_type(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
         call()
-        mark.record()
+        event.record()
     torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1e3 for before, after in zip(marks, marks[1:], strict=False)]
+    return [before.elapsed_time(after) / 1e3 for before, after in zip(events, events[1:], strict=False)]
 
 
 def _host_times(call: Callable[[], Any], count: int) -> list[float]:
@@ -284,22 +278,18 @@ def _has_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _product(shape: Linear, precisions: list[str], *, device: torch.device, dtype: torch.dtype) -> Product:
-    times = {precisions[0]: _high_precision(shape, device=device, dtype=dtype)}
-    if not (shape.tokens % FLOAT8_ALIGNMENT or shape.inputs % FLOAT8_ALIGNMENT or shape.outputs % FLOAT8_ALIGNMENT):
-        times |= {kind: _float8(shape, rowwise=kind == "float8_rowwise", device=device) for kind in precisions[1:]}
-    return Product(shape, times)
+def _time_gemms(shape: LinearShape, precisions: list[str], *, device: torch.device, dtype: torch.dtype) -> GemmTimes:
+    times = {precisions[0]: _time_in_dtype(shape, device=device, dtype=dtype)}
+    if not any(side % FLOAT8_ALIGNMENT for side in (shape.tokens, shape.inputs, shape.outputs)):
+        times |= {kind: _time_in_float8(shape, kind == "float8_rowwise", device=device) for kind in precisions[1:]}
+    return GemmTimes(shape, times)
 
 
-def _high_precision(shape: Linear, *, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Seconds of the three products of a linear layer, in the layouts that autograd uses."""
-    make = lambda *size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
-    x_MK, weight_NK, grad_MN = (
-        make(shape.tokens, shape.inputs),
-        make(shape.outputs, shape.inputs),
-        make(shape.tokens, shape.outputs),
-    )
-    calls = {
+def _time_in_dtype(shape: LinearShape, *, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    m, k, n = shape.tokens, shape.inputs, shape.outputs
+    x_MK, weight_NK, grad_MN = (torch.randn(size, device=device, dtype=dtype) for size in ((m, k), (n, k), (m, n)))
+    # the layouts of autograd: a GEMM's speed depends on which operands are transposed
+    calls: dict[str, Callable[[], Tensor]] = {
         "forward": lambda: F.linear(x_MK, weight_NK),
         "dgrad": lambda: grad_MN @ weight_NK,
         "wgrad": lambda: grad_MN.t() @ x_MK,
@@ -307,83 +297,71 @@ def _high_precision(shape: Linear, *, device: torch.device, dtype: torch.dtype) 
     return {name: seconds(call, device) for name, call in calls.items()}
 
 
-def _float8(shape: Linear, *, rowwise: bool, device: torch.device) -> dict[str, float]:
-    """The same in float8 (e4m3, fast accumulation, bfloat16 out), with operands that are cast already."""
+def _time_in_float8(shape: LinearShape, rowwise: bool, *, device: torch.device) -> dict[str, float]:
+    """GEMMs in e4m3 with fast accumulation and bfloat16 results; the operands are cast beforehand."""
     m, k, n = shape.tokens, shape.inputs, shape.outputs
 
-    def product(rows: int, inner: int, columns: int) -> float:
+    def gemm(rows: int, inner: int, columns: int) -> float:
         left, right = (torch.randn(size, inner, device=device).to(torch.float8_e4m3fn) for size in (rows, columns))
-        scales = (
-            (torch.ones(rows, 1, device=device), torch.ones(1, columns, device=device))
-            if rowwise
-            else (torch.ones((), device=device), torch.ones((), device=device))
-        )
+        scale_shapes: tuple[tuple[int, ...], ...] = ((rows, 1), (1, columns)) if rowwise else ((), ())
+        scales = [torch.ones(scale_shape, device=device) for scale_shape in scale_shapes]
         return seconds(lambda: compat.scaled_mm(left, right.t(), *scales), device)
 
-    return {"forward": product(m, k, n), "dgrad": product(m, n, k), "wgrad": product(n, m, k)}
+    return {"forward": gemm(m, k, n), "dgrad": gemm(m, n, k), "wgrad": gemm(n, m, k)}
 
 
-def _attention(work: Work, *, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+def _time_attention(work: RankWork, *, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     """(forward, backward) seconds of causal attention by backend; one that refuses the shape is left out."""
     backends = [SDPBackend.FLASH_ATTENTION]
     if device.type == "cuda":
         backends += [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    found = {}
+    times = {}
     for backend in backends:
+        name = backend.name.removesuffix("_ATTENTION").lower()
         try:
-            found[backend.name.removesuffix("_ATTENTION").lower()] = _one_attention(
-                work, backend, device=device, dtype=dtype
-            )
-        except RuntimeError:
+            times[name] = _time_backend(work, backend, device=device, dtype=dtype)
+        except RuntimeError:  # how scaled_dot_product_attention says that no allowed backend takes the inputs
             continue
-    return found or {"math": _one_attention(work, SDPBackend.MATH, device=device, dtype=dtype)}
+    return times or {"math": _time_backend(work, SDPBackend.MATH, device=device, dtype=dtype)}
 
 
-def _one_attention(work: Work, backend: SDPBackend, *, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def _time_backend(
+    work: RankWork, backend: SDPBackend, *, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
     q_BNSH, k_BNSH, v_BNSH = (
         torch.randn(work.batch, heads, work.seq_len, work.head_dim, device=device, dtype=dtype, requires_grad=True)
         for heads in (work.heads, work.kv_heads, work.kv_heads)
     )
-    grouped = work.heads != work.kv_heads
+    inputs, grouped = (q_BNSH, k_BNSH, v_BNSH), work.heads != work.kv_heads
 
     def forward() -> Tensor:
-        return F.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=grouped)
 
     with sdpa_kernel(backend):
         out_BNSH = forward()
         grad_BNSH = torch.randn_like(out_BNSH)
-        inputs = (q_BNSH, k_BNSH, v_BNSH)
         backward = seconds(lambda: torch.autograd.grad(out_BNSH, inputs, grad_BNSH, retain_graph=True), device)
         return seconds(forward, device), backward
 
 
 def _copy_rate(device: torch.device) -> float:
-    """Bytes per second of a copy within the device's memory, read and written."""
-    size = 2**30 if device.type == "cuda" else 2**26
+    """Bytes per second, read and written, of a copy within the device's memory."""
+    size = 2**30 if device.type == "cuda" else 2**26  # far larger than any cache
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / seconds(lambda: target.copy_(source), device)
 
 
-def _adamw(parameters: int, *, device: torch.device) -> float:
-    """Seconds per parameter of a fused sweep over float32 weights, gradients and moments."""
+def _adamw_seconds(parameters: int, *, device: torch.device) -> float:
+    """Seconds per parameter of torch's fused AdamW over float32 weights, gradients and moments."""
+    # capped: time grows linearly with the count, and a rank's whole state need not fit into memory twice
     count = min(parameters, 2**26 if device.type == "cuda" else 2**22)
-    weight, grad, first, second = (torch.zeros(count, device=device) for _ in range(4))
-    step = torch.zeros((), device=device)
-    sweep = lambda: adamw(  # noqa: E731
-        [weight],
-        [grad],
-        [first],
-        [second],
-        [],
-        [step],
-        fused=True,
-        amsgrad=False,
-        maximize=False,
-        beta1=0.9,
-        beta2=0.95,
-        eps=1e-8,
-        lr=1e-4,
-        weight_decay=0.1,
-    )
-    return seconds(sweep, device) / count
+    weight, grad, exp_avg, exp_avg_sq = ([torch.zeros(count, device=device)] for _ in range(4))
+    steps = [torch.zeros((), device=device)]
+    settings: dict[str, Any] = {"fused": True, "amsgrad": False, "maximize": False}
+    settings |= {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "lr": 1e-4, "weight_decay": 0.1}
+
+    def update() -> None:
+        adamw(weight, grad, exp_avg, exp_avg_sq, [], steps, **settings)
+
+    return seconds(update, device) / count

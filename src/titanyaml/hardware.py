@@ -1,4 +1,4 @@
-"""The device below: its name among ``conf/hardware/``, its peak, its memory in use."""
+"""The device: its option in ``conf/hardware/``, its peak FLOP/s, its memory in use."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 from importlib import resources
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from titanyaml.config import schema
 
 GIB = 2**30
 
-#: Name of an option of conf/hardware by what the driver calls the device. The peaks stand in the YAML files alone.
+#: Option of conf/hardware -> pattern of the driver's device name. The peaks themselves are in the YAML files alone.
 #: NVL cards of the same chip have other peaks and are not matched.
-_DEVICES = {
+_NAME_PATTERNS = {
     "h100_sxm": r"H100 80GB HBM3|H100 SXM",
     "h200": r"H200(?! NVL)",
     "h100_pcie": r"H100 PCIe",
@@ -27,14 +27,17 @@ _DEVICES = {
 
 
 def detect(device: torch.device | str) -> str | None:
-    """The option of ``conf/hardware/`` that describes the device, None where none is known to."""
+    """The option of ``conf/hardware/`` that describes the device; None for an unknown GPU."""
     device = torch.device(device)
     return _option_for(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
 
 
 def _option_for(name: str) -> str | None:
-    """``_DEVICES`` searched for a driver's name such as "NVIDIA H100 80GB HBM3", whole words only."""
-    return next((option for option, pattern in _DEVICES.items() if re.search(rf"\b({pattern})(?!\w)", name)), None)
+    """Look up a driver's name such as "NVIDIA H100 80GB HBM3"."""
+    for option, pattern in _NAME_PATTERNS.items():
+        if re.search(rf"\b({pattern})(?!\w)", name):  # whole words: an "H2000" is no H200
+            return option
+    return None
 
 
 def peak_tflops(spec: schema.Hardware, device: torch.device | str) -> float | None:
@@ -45,14 +48,17 @@ def peak_tflops(spec: schema.Hardware, device: torch.device | str) -> float | No
     path = resources.files("titanyaml.conf") / "hardware" / f"{option}.yaml"
     if option is None or not path.is_file():
         return None
-    return OmegaConf.create(path.read_text()).get("peak_bf16_tflops")
+    node = OmegaConf.create(path.read_text())
+    assert isinstance(node, DictConfig)
+    peak: float | None = node.get("peak_bf16_tflops")
+    return peak
 
 
 def memory_stats(device: torch.device | str) -> dict[str, float]:
-    """Peaks since the process started (GiB).
+    """Peak memory in GiB since the process started or ``forget_peaks``.
 
-    ``reserved_gib`` and ``active_gib`` of the caching allocator on a GPU; on a CPU ``reserved_gib`` is the largest
-    resident set of the process, and there is no ``active_gib``.
+    On a GPU ``reserved_gib`` and ``active_gib`` of the caching allocator; on a CPU only ``reserved_gib``, the largest
+    resident set of the process.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -65,7 +71,7 @@ def memory_stats(device: torch.device | str) -> dict[str, float]:
 
 
 def forget_peaks(device: torch.device | str) -> None:
-    """Free the allocator's unused memory and start its peaks anew; a CPU process keeps its own."""
+    """Free the allocator's unused memory and reset its peaks; a CPU process cannot reset its own."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -73,7 +79,7 @@ def forget_peaks(device: torch.device | str) -> None:
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait until the device has done all that was asked of it; a CPU has."""
+    """Wait until the device has run everything queued; nothing is queued on a CPU."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,8 @@
 """Measure the training step (``runner=bench``): what is measured is what ``runner=train`` runs.
 
 First the ceilings of this device at the model's exact shapes, then the first steps of the configured run: warm-up,
-measured steps, and a short window under the profiler, which the measured steps never see.
+measured steps, and a short window under the profiler. The profiler costs time on the host, so that no measured step
+runs under it. Validation, checkpoints and Aim are off (``conf/runner/bench.yaml``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import json
 import logging
 import statistics
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +30,8 @@ from titanyaml.rundir import RunDir, atomic_write, utc_now
 from titanyaml.runner import bench_report, calibrate, setup
 from titanyaml.runner.breakdown import breakdown
 from titanyaml.runner.profiler import activities
-from titanyaml.runner.startup import Startup
-from titanyaml.runner.train import Trainer
+from titanyaml.runner.startup_clock import StartupClock
+from titanyaml.runner.train import Trainer, build_trainer
 
 if TYPE_CHECKING:
     from titanyaml.ceilings import Ceilings
@@ -44,48 +46,48 @@ def bench(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
         ``metric`` = ``tps``: tokens per second per device, by the median step; ``step_s``, ``mfu``,
         ``fraction_of_floor``.
     """
-    startup = Startup()
+    clock = StartupClock()
     if config.hardware.calibrate:
         calibrate.calibrate(run, env)
-    measured = measure_ceilings(config, env)
-    startup.lap("ceilings")
-    every_step = dataclasses.replace(config, train=dataclasses.replace(config.train, log_every=1))
-    trainer = Trainer(every_step, run, env, startup=startup)
+    device_ceilings = measure_ceilings(config, env)
+    clock.lap("ceilings")
+    # every step needs a record; logging is outside the clocks of a step
+    log_all = dataclasses.replace(config, train=dataclasses.replace(config.train, log_every=1))
+    trainer = build_trainer(log_all, run, env, clock=clock)
     gc.collect()
-    gc.disable()
+    gc.disable()  # until trainer.close: there are too few steps to collect in between, as training does
     try:
         records = [_step(trainer) for _ in range(config.runner.skipped_steps + config.runner.measured_steps)]
-        kernels = _kernels(trainer, env)
-        result = summary(config, env, trainer, records[config.runner.skipped_steps :], measured)
+        kernels = _profile(trainer, env)
+        result = summary(config, env, trainer, records[config.runner.skipped_steps :], device_ceilings)
         trainer.close_trackers("done")
     finally:
         trainer.close()
-    result |= {"kernels": kernels, "ceilings": measured.record(), "environment": environment(env)}
-    if trainer.recompute is not None:
-        result["ac"] = trainer.recompute.record()
+    result |= {"kernels": kernels, "ceilings": device_ceilings.record(), "environment": environment(env)}
+    if trainer.ac_choice is not None:
+        result["ac"] = trainer.ac_choice.record()
     if env.is_main:
         atomic_write(run.path / "bench.json", json.dumps(result, indent=1) + "\n")
         report = run.path / bench_report.file_name(result, entity=config.runner.entity)
         atomic_write(report, bench_report.text(config, run, result))
-        _tell(result, report)
-    short = {name: result[name] for name in ("tps", "step_s", "mfu", "fraction_of_floor")}
-    return {"metric": result["tps"], "step": trainer.step, **{k: v for k, v in short.items() if v is not None}}
+        _log_result(result, report)
+    figures = {name: result[name] for name in ("tps", "step_s", "mfu", "fraction_of_floor") if result[name] is not None}
+    return {"metric": result["tps"], "step": trainer.step, **figures}
 
 
 def measure_ceilings(config: Config, env: Env) -> Ceilings:
-    """What this device can do at the shapes of one rank's work; every rank measures, since all would wait anyway."""
-    dims = ParallelDims.resolve(config.parallel, env.world_size)
+    """What this device can do at the shapes of one rank's work. Every rank measures, since all would wait anyway."""
+    dims, train = ParallelDims.resolve(config.parallel, env.world_size), config.train
     model = decoder.build(config.model)
-    work = ceilings.work_of(
+    global_batch = setup.global_batch(config, dims)
+    work = ceilings.rank_work(
         model,
         model.facts,
         dims,
-        seq_len=config.train.seq_len,
-        local_batch=config.train.local_batch,
+        seq_len=train.seq_len,
+        local_batch=train.local_batch,
         accumulation=accumulation(
-            global_batch=setup.global_batch(config, dims),
-            local_batch=config.train.local_batch,
-            data_degree=dims.data_degree,
+            global_batch=global_batch, local_batch=train.local_batch, data_degree=dims.data_degree
         ),
     )
     measured = ceilings.measure(work, device=env.device, dtype=setup.compute_dtype(config, env.device))
@@ -97,31 +99,32 @@ def measure_ceilings(config: Config, env: Env) -> Ceilings:
 
 
 def _step(trainer: Trainer) -> dict[str, Any]:
-    """One step as training takes it, and its record."""
+    """Take one step as training does; returns its record."""
     trainer.one_step()
     if trainer.step == 1:
         trainer.after_first_step()
-    return trainer.last
+    return trainer.last_record
 
 
-def _kernels(trainer: Trainer, env: Env) -> dict[str, Any] | None:
+def _profile(trainer: Trainer, env: Env) -> dict[str, Any] | None:
+    """Time by class of kernel; None with ``runner.profiled_steps=0``."""
     steps = trainer.config.runner.profiled_steps
     if not steps:
         return None
     wall_s = 0.0
-    once = schedule(wait=0, warmup=1, active=steps, repeat=1)  # a further cycle would drop what the first one saw
-    with profile(activities=activities(env.device), schedule=once) as trace:
+    cycle = schedule(wait=0, warmup=1, active=steps, repeat=1)  # a second cycle would drop what the first one recorded
+    with profile(activities=activities(env.device), schedule=cycle) as trace:
         for number in range(1 + steps):
             step_s = _step(trainer)["step_s"]
-            wall_s += step_s if number else 0.0  # the first one pays for the profiler's own start
+            wall_s += step_s if number else 0.0  # the first one pays for the start of the profiler
             trace.step()
     return breakdown(trace, steps=steps, wall_s=wall_s, device=env.device)
 
 
 def summary(
-    config: Config, env: Env, trainer: Trainer, records: list[dict[str, Any]], measured: Ceilings
+    config: Config, env: Env, trainer: Trainer, records: list[dict[str, Any]], device_ceilings: Ceilings
 ) -> dict[str, Any]:
-    """The figures of the measured steps; what is unknown is None.
+    """The figures of the measured steps; what is not known is None.
 
     ``tps`` = tokens of a step / median seconds of a step / devices. ``tps_spread`` = (largest - smallest step time) /
     median. ``mfu`` = tps * FLOPs per token / peak. ``fraction_of_floor`` = floor / median seconds of a step.
@@ -130,17 +133,18 @@ def summary(
     step_s, meter = statistics.median(times), trainer.meter
     tps = meter.tokens_per_step / step_s / env.world_size
     tflops = tps * meter.flops_per_token / 1e12
+    context = trainer.built.context
     precision, quantised = _precision(trainer)
-    floor = measured.floor(precision, quantised=quantised)
+    floor = device_ceilings.floor(precision, quantised=quantised)
     return {
         "model": config.model.name,
         "hardware": _hardware(config, env),
         "date": utc_now(),
-        "config_hash": dump.dataclass_hash(config),
+        "config_hash": dump.config_hash(config),
         "devices": env.world_size,
         "precision": precision,
-        "parameters": trainer.built.context.facts.num_params,
-        "mesh": dataclasses.asdict(trainer.built.context.dims),
+        "parameters": context.facts.num_params,
+        "mesh": dataclasses.asdict(context.dims),
         "tps": tps,
         "tps_spread": (max(times) - min(times)) / step_s,
         "step_s": step_s,
@@ -152,17 +156,17 @@ def summary(
         "mfu": tflops / meter.peak_tflops if meter.peak_tflops else None,
         "floor_ms": floor and {part: 1e3 * s for part, s in floor.items()},
         "fraction_of_floor": floor["step"] / step_s if floor else None,
-        "floor_note": "" if floor else measured.why_no_floor(precision),
+        "floor_note": "" if floor else device_ceilings.why_no_floor(precision),
         "data_wait_s": statistics.median(record["data_wait_s"] for record in records),
         "mem_reserved_gib": records[-1].get("mem_reserved_gib"),
         "mem_active_gib": records[-1].get("mem_active_gib"),
         "loss": records[-1]["loss"],
-        "startup_s": trainer.startup.record(),
+        "startup_s": trainer.clock.record(),
     }
 
 
 def _precision(trainer: Trainer) -> tuple[str, list[str] | None]:
-    """In which the blocks' linear layers multiply, and which of them where that is not all."""
+    """(precision of the blocks' GEMMs, names of the layers that have it: None: all)."""
     change = dict(trainer.built.changes).get("quant")
     if change is None:
         return dtype_name(trainer.built.context.compute_dtype), None
@@ -170,30 +174,23 @@ def _precision(trainer: Trainer) -> tuple[str, list[str] | None]:
 
 
 def _hardware(config: Config, env: Env) -> str:
-    """The option of conf/hardware, else the driver's name as a part of a file name."""
+    """The option of conf/hardware, else the name that the driver tells, fit for a file name."""
     if config.hardware.name != "auto":
         return config.hardware.name
     return hardware.detect(env.device) or torch.cuda.get_device_name(env.device).lower().replace(" ", "-")
 
 
 def environment(env: Env) -> dict[str, Any]:
-    """``machine.describe`` and what only torch knows."""
-    found = machine.describe()
-    name = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else found["processor"]
-    return found | {"device": name, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    """``machine.describe``, and what only torch knows."""
+    facts = machine.describe()
+    name = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else facts["processor"]
+    return facts | {"device": name, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
 
 
-def _tell(result: dict[str, Any], report: Any) -> None:
-    share = f", {result['floor_note']}"
-    if not result["floor_note"]:
-        share = f", {result['fraction_of_floor']:.1%} of the floor"
+def _log_result(result: dict[str, Any], report: Path) -> None:
+    speed = f"{result['tps']:,.0f} tokens/s per device"
+    step = f"{1e3 * result['step_s']:.1f} ms a step, spread {100 * result['tps_spread']:.1f} %"
     mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"
-    log.info(
-        "%s tokens/s per device (%.1f ms a step, spread %.1f %%)%s%s",
-        f"{result['tps']:,.0f}",
-        1e3 * result["step_s"],
-        100 * result["tps_spread"],
-        mfu,
-        share,
-    )
+    floor = result["floor_note"] or f"{result['fraction_of_floor']:.1%} of the floor"
+    log.info("%s (%s)%s, %s", speed, step, mfu, floor)
     log.info("report: %s", report)
