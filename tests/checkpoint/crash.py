@@ -33,7 +33,7 @@ def content(step: int) -> dict[str, Any]:
 
 
 def save_for_ever(path: Path, committed: int, *, steps: int = 10**6) -> None:
-    """Resume, then save step after step; each step is told through the pipe once ``save`` has returned."""
+    """Resume, then save step after step; each step is written to the pipe once ``save`` has returned."""
     checkpointer = make(path)
     newest = checkpointer.latest()
     first = 1 + (checkpointer.load(newest, content(0))["step"] if newest else 0)
@@ -59,21 +59,21 @@ def fork(body: Callable[[int], None]) -> tuple[int, int]:
 def aftermath(path: Path, readable: int) -> dict[str, Any]:
     """What the dead child had committed, and what can be read now."""
     with os.fdopen(readable) as pipe:
-        told = [int(line) for line in pipe]
-    left = sorted(p.name for p in (path / "checkpoints").glob(".*"))
+        committed = [int(line) for line in pipe]
+    leftovers = sorted(p.name for p in (path / "checkpoints").glob(".*"))
     checkpointer = make(path)
     newest = checkpointer.latest()
     state = content(0)
     meta = checkpointer.load(newest, state) if newest else {"step": 0, "position": 0}
     expected = content(meta["step"])
-    same = all(torch.equal(state["model"][n], expected["model"][n]) for n in expected["model"])
-    same = same and torch.equal(state["optim"]["w0"]["exp_avg"], expected["optim"]["w0"]["exp_avg"])
+    is_equal = all(torch.equal(state["model"][n], expected["model"][n]) for n in expected["model"])
+    is_equal = is_equal and torch.equal(state["optim"]["w0"]["exp_avg"], expected["optim"]["w0"]["exp_avg"])
     return {
-        "told": told[-1] if told else 0,
+        "committed": committed[-1] if committed else 0,
         "step": meta["step"],
         "position": meta["position"],
-        "same": same,
-        "left": left,
+        "is_equal": is_equal,
+        "leftovers": leftovers,
         "after": sorted(p.name for p in (path / "checkpoints").iterdir()) if newest else [],
     }
 

@@ -147,9 +147,9 @@ def test_training_on_behind_a_damaged_checkpoint(tmp_path: Path) -> None:
         damage_flip(tmp_path / f"checkpoints/step-000000{step}")
     checkpointer = make(tmp_path, keep=2)
     assert checkpointer.load(checkpointer.latest(), make_state(0))["step"] == 10
-    assert checkpointer.has(10) and not checkpointer.has(20)
+    assert checkpointer.is_saved(10) and not checkpointer.is_saved(20)
     checkpointer.save(20, make_state(21), {})
-    assert checkpointer.has(20) and names(tmp_path) == ["step-00000010", "step-00000020"]
+    assert checkpointer.is_saved(20) and names(tmp_path) == ["step-00000010", "step-00000020"]
     state = make_state(0)
     assert make(tmp_path).load(tmp_path, state)["step"] == 20 and equal(state, make_state(21))
 
@@ -209,7 +209,7 @@ def test_non_finite_state_is_refused(tmp_path: Path, value: float) -> None:
     state["optim"]["half"]["exp_avg"][1, 2] = value
     with pytest.raises(NonFiniteError, match="optim/half/exp_avg") as error:
         checkpointer.save(2, state, {})
-    assert error.value.exit_code == 4 and names(tmp_path) == ["step-00000001"] and checkpointer.has(1)
+    assert error.value.exit_code == 4 and names(tmp_path) == ["step-00000001"] and checkpointer.is_saved(1)
 
 
 def test_too_little_space_is_told_before_writing(tmp_path: Path, monkeypatch) -> None:
@@ -263,14 +263,14 @@ def test_a_superseded_owner_commits_nothing(tmp_path: Path, monkeypatch) -> None
         write = checkpointer.run.check_generation
         calls = []
 
-        def taken_over_during_the_save() -> None:
+        def take_over_during_the_save() -> None:
             calls.append(None)
             if len(calls) == 2:
                 lease = json.loads((tmp_path / "lease.json").read_text())
                 (tmp_path / "lease.json").write_text(json.dumps({**lease, "generation": lease["generation"] + 1}))
             write()
 
-        monkeypatch.setattr(checkpointer.run, "check_generation", taken_over_during_the_save)
+        monkeypatch.setattr(checkpointer.run, "check_generation", take_over_during_the_save)
         with pytest.raises(LaunchError, match="taken over"):
             checkpointer.save(2, make_state(2), {})
         assert names(tmp_path) == ["step-00000001"]

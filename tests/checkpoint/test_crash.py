@@ -25,7 +25,7 @@ def run(*args: str) -> list[dict]:
 
 
 def assert_whole(life: dict) -> None:
-    assert life["same"] and life["position"] == 8 * life["step"], life
+    assert life["is_equal"] and life["position"] == 8 * life["step"], life
     assert not [name for name in life["after"] if name.startswith(".")], life
 
 
@@ -35,8 +35,10 @@ def test_kill_at_random_instants(tmp_path: Path) -> None:
     for life in lives:
         assert_whole(life)
         # nothing committed is lost; at most the save that was under way is there as well
-        assert life["told"] == 0 or life["told"] <= life["step"] <= life["told"] + 1, life
-    assert lives[-1]["step"] >= 14 and any(life["left"] for life in lives), "no kill hit a save: the test is too slow"
+        assert life["committed"] == 0 or life["committed"] <= life["step"] <= life["committed"] + 1, life
+    assert lives[-1]["step"] >= 14 and any(life["leftovers"] for life in lives), (
+        "no kill hit a save: the test is too slow"
+    )
 
 
 def test_death_at_every_file_operation(tmp_path: Path) -> None:
@@ -44,6 +46,6 @@ def test_death_at_every_file_operation(tmp_path: Path) -> None:
     assert len(lives) > 15
     for life in lives:
         assert_whole(life)
-        assert life["step"] >= max(life["told"], 2), life
+        assert life["step"] >= max(life["committed"], 2), life
     assert lives[-1]["step"] == 3 and lives[-1]["after"] == ["step-00000002", "step-00000003"]
-    assert any(".old-step-00000003" in life["left"] for life in lives)
+    assert any(".old-step-00000003" in life["leftovers"] for life in lives)

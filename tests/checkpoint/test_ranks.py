@@ -134,7 +134,7 @@ def sabotage(how: str, state: dict, given_up: Path) -> None:
         ("nan", NonFiniteError, "NaN or infinity in 1 tensors, first model/w1"),
     ],
 )
-def test_an_error_of_one_rank_is_everybodys(tmp_path: Path, how: str, kind: type, text: str) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path, how: str, kind: type, text: str) -> None:
     for name, message in run_ranks(save_where_one_fails, 2, str(tmp_path), how):
         assert name == kind.__name__ and text in message
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]

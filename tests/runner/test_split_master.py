@@ -17,7 +17,7 @@ from titanyaml.errors import ConfigError
 from titanyaml.kernels.master_weights import is_split
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
-from titanyaml.runner.train import Trainer
+from titanyaml.runner.train import Trainer, build_trainer
 
 SIZES = (
     "model.vocab_size=258",
@@ -52,7 +52,7 @@ def configured(path: Path, compose, master: str, steps: int, *overrides: str) ->
 def fit(config: Config, env: Env = ALONE) -> Trainer:
     place = RunDir(Path(config.run.dir))
     place.path.mkdir(exist_ok=True)
-    trainer = Trainer(config, place, env)
+    trainer = build_trainer(config, place, env)
     try:
         trainer.fit()
     finally:
@@ -89,7 +89,7 @@ def test_resumes_to_the_bit_and_goes_through_a_run_with_float32_masters(compose,
     wide = trained(tmp_path / "wide", compose, "float32", 4, *read)
     assert not any(map(is_split, wide.built.masters.values()))
     assert not [name for name in same(state(wide), state(straight)) if name.endswith(".")]
-    wide.checkpointer._at = None
+    wide.checkpointer._last_saved_step = None
     wide._save()
     back = trained(tmp_path / "back", compose, "split", 4, f"checkpoint.resume={tmp_path / 'wide'}")
     assert not same(state(back), state(straight))
@@ -135,7 +135,7 @@ def test_shards_resume_to_the_bit_and_change_places_with_float32_masters(compose
     )
     assert not any(map(is_split, wide.built.masters.values()))
     assert not [name for name in same(state(wide), straight) if name.endswith(".")]
-    wide.checkpointer._at = None
+    wide.checkpointer._last_saved_step = None
     wide._save()
     for [back] in run_ranks(on_ranks, 2, two("back", 4, several, f"checkpoint.resume={tmp_path / 'wide'}")):
         assert not same(back, straight)

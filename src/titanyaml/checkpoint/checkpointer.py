@@ -1,7 +1,7 @@
 """Save, find and load checkpoints of one run.
 
-The order of a save is what keeps a crash harmless: files into a temporary folder, to the disk with their checksums,
-the manifest, the rename, and only then the retention. There is a complete checkpoint at every instant after the first.
+The order of a save keeps a crash harmless: files into a temporary folder, to the disk with their checksums, the
+manifest, the rename, and only then retention. From the first save on there is a complete checkpoint at every instant.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import titanyaml
 from titanyaml.checkpoint import folder, manifest, storage
 from titanyaml.checkpoint import state as states
-from titanyaml.checkpoint.finder import Finder
+from titanyaml.checkpoint.finder import CheckpointFinder
 from titanyaml.checkpoint.peers import Peers
 from titanyaml.distributed.env import Env
 from titanyaml.errors import CheckpointError, NonFiniteError
@@ -28,13 +29,13 @@ from titanyaml.rundir import RunDir, utc_now
 log = logging.getLogger("titanyaml")
 
 GIB = 2**30
-OVERHEAD = 64 * 1024**2  # indices, headers, manifest (bytes)
+OVERHEAD_BYTES = 64 * 1024**2  # indices, headers, manifest: an upper bound
 
 
 class Checkpointer:
     """The checkpoints of ``run``. Methods are collective: every rank calls them, in the same order.
 
-    Making one removes what a killed save left in the run's folder.
+    The constructor removes what a killed save left in the run's folder.
 
     Args:
         run: the run's folder; its generation is checked before anything is written or deleted.
@@ -52,25 +53,25 @@ class Checkpointer:
         self.root = run.path / "checkpoints"
         self.peers = Peers(env, timeout_s=timeout_s)
         self._is_main = env.is_main
-        self._at: int | None = None  # the step that is on disk as this process has it in memory
-        self.finder = Finder(self.peers, warn=self._warn)
-        self.peers.on_main("cleaning up", self._recover)
+        self._last_saved_step: int | None = None  # on disk with the content that this process has in memory
+        self.finder = CheckpointFinder(self.peers, warn=self._warn)
+        self.peers.run_on_main("cleaning up", self._recover)
 
-    def has(self, step: int) -> bool:
-        """Whether the state of ``step`` was saved or loaded by this object, so that saving it again is idle."""
-        return self._at == step
+    def is_saved(self, step: int) -> bool:
+        """Whether this object saved or loaded the state of ``step``, so that saving it again changes nothing."""
+        return self._last_saved_step == step
 
     # --- saving ---
 
     def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> Path:
-        """Commit ``state`` as the checkpoint of ``step``; the one of the same step, if any, is replaced.
+        """Commit ``state`` as the checkpoint of ``step``; one of the same step is replaced.
 
         Args:
             state: nested dicts of tensors, DTensors included.
             meta: JSON values, returned by ``load``.
 
         Raises:
-            CheckpointError: it cannot be written; checkpoints that were there are untouched.
+            CheckpointError: it cannot be written; existing checkpoints are untouched.
             NonFiniteError: the state holds NaN or infinity.
             LaunchError: the run belongs to another process by now.
         """
@@ -78,26 +79,27 @@ class Checkpointer:
         flat = states.flatten(state)
         self._refuse_non_finite(step, flat)
         sizes = self.peers.gather_to_main(states.num_bytes(flat))
-        temporary = None
+        temporary: Path | None = None
         try:
-            temporary = self.peers.on_main("preparing", lambda: self._prepare(step, sizes))
-            files = storage.write(temporary, flat, peers=self.peers)
-            final = self.peers.on_main("committing", lambda: self._commit(step, temporary, files, meta))
+            target = temporary = self.peers.run_on_main("preparing", lambda: self._prepare(step, sizes))
+            files = storage.write(target, flat, peers=self.peers)
+            final = self.peers.run_on_main("committing", lambda: self._commit(step, target, files, meta))
         except BaseException as error:
             if self._is_main and temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
+                shutil.rmtree(temporary, ignore_errors=True)  # it would take the space that the next save needs
             if isinstance(error, CheckpointError):
                 raise self._not_saved(step, error) from error
             raise
-        self._at = step
-        self.finder.trust(final, self.peers.on_main("reading the manifest", lambda: manifest.read(final)))
+        self._last_saved_step = step
+        self.finder.trust(final, self.peers.run_on_main("reading the manifest", lambda: manifest.read(final)))
         if self._is_main:
             self._retain()
             self._report_saved(step, final, files, time.perf_counter() - started)
         return final
 
     def _refuse_non_finite(self, step: int, flat: Mapping[str, torch.Tensor]) -> None:
-        names = sorted(set().union(*self.peers.together("checking", lambda: states.non_finite(flat))))
+        # before anything is written: retention would replace the last good checkpoint by a useless one
+        names = sorted(set().union(*self.peers.run_on_all("checking", lambda: states.non_finite(flat))))
         if names:
             raise NonFiniteError(
                 f"step {step} was not saved: NaN or infinity in {len(names)} tensors, first {names[0]}; "
@@ -110,10 +112,10 @@ class Checkpointer:
         self.root.mkdir(parents=True, exist_ok=True)
         logical: dict[str, int] = {}
         for share in sizes:
-            logical |= share
-        needed, free = sum(logical.values()) + OVERHEAD, shutil.disk_usage(self.root).free
-        if free < needed:
-            raise CheckpointError(f"{needed / GIB:.2f} GiB needed, {free / GIB:.2f} GiB free in {self.root}")
+            logical |= share  # logical sizes: shards of one tensor count once
+        required, free = sum(logical.values()) + OVERHEAD_BYTES, shutil.disk_usage(self.root).free
+        if free < required:
+            raise CheckpointError(f"{required / GIB:.2f} GiB needed, {free / GIB:.2f} GiB free in {self.root}")
         temporary = self.root / folder.temporary_name(step, uuid.uuid4().hex)
         temporary.mkdir()
         return temporary
@@ -141,13 +143,10 @@ class Checkpointer:
         return final
 
     def _not_saved(self, step: int, error: CheckpointError) -> CheckpointError:
-        kept = [path.name for path in folder.newest_first(self.root)]
-        before = f"; {kept[0]} is untouched" if kept else ""
-        return CheckpointError(
-            f"step {step} was not saved: {error.message}{before}",
-            key="run.dir",
-            hint="free space or raise the quota there, keep fewer (checkpoint.keep), or move run.dir",
-        )
+        checkpoints = folder.newest_first(self.root)
+        untouched = f"; {checkpoints[0].name} is untouched" if checkpoints else ""
+        hint = "free space or raise the quota there, keep fewer (checkpoint.keep), or move run.dir"
+        return CheckpointError(f"step {step} was not saved: {error.message}{untouched}", key="run.dir", hint=hint)
 
     def _retain(self) -> None:
         try:
@@ -167,7 +166,7 @@ class Checkpointer:
     # --- finding ---
 
     def latest(self) -> Path | None:
-        """The newest checkpoint of this run whose every byte is as written; None: there has been none.
+        """The newest checkpoint of this run of which every byte is as written; None: there has been none.
 
         A damaged one is reported (event ``checkpoint_damaged``) and the next older one is tried.
 
@@ -192,7 +191,7 @@ class Checkpointer:
         Args:
             path: as for ``find``.
             state: nested dicts of tensors; must have exactly the checkpoint's names, shapes and dtypes.
-            only: top-level names that are wanted (``("model",)``); the rest of the checkpoint is left unread.
+            only: top-level names to read (``("model",)``); None: all.
 
         Returns:
             The ``meta`` given to ``save``, and ``step``, ``config_hash``, ``save_id``, ``time``, ``versions``.
@@ -207,8 +206,8 @@ class Checkpointer:
         self._require_fit(path, source, flat, only)
         storage.read(source, flat, peers=self.peers)
         content = self.finder.verified[path]
-        if path.parent == self.root and only is None:
-            self._at = content["step"]
+        if path.parent == self.root and only is None:  # weights alone, or another run's, are not this run's state
+            self._last_saved_step = content["step"]
         if self._is_main:
             seconds = time.perf_counter() - started
             message = f"loaded {path}: {len(flat)} tensors of step {content['step']} in {seconds:.2f} s"
@@ -217,28 +216,32 @@ class Checkpointer:
         return {name: value for name, value in content.items() if name not in ("files", "format", "sequence")}
 
     def _require_fit(
-        self, path: Path, source: Any, flat: Mapping[str, torch.Tensor], only: Sequence[str] | None
+        self, path: Path, source: FileSystemReader, flat: Mapping[str, torch.Tensor], only: Sequence[str] | None
     ) -> None:
-        here = states.wanted(flat)
-        file = self.peers.on_main("reading the index", lambda: states.stored(source.read_metadata(), only=only))
-        # under pipeline parallelism each rank asks for its own part: unknown is what nobody asks for
-        unread = set.intersection(*self.peers.gather(file.keys() - here.keys()))
-        found = self.peers.gather(states.differences(file, here, unread=unread))
-        problems = list(dict.fromkeys(problem for share in found for problem in share))
+        """Names, shapes and dtypes are those of the file: a silent partial load would look like a bad run."""
+
+        def read_specs() -> states.TensorSpecs:
+            return states.stored_specs(source.read_metadata(), only=only)
+
+        # rank 0 reads and sends the specs alone: the index has an entry for every shard
+        expected = states.tensor_specs(flat)
+        stored = self.peers.run_on_main("reading the index", read_specs)
+        # under pipeline parallelism each rank asks for its own part: unread is what nobody asks for
+        unread = set.intersection(*self.peers.gather(stored.keys() - expected.keys()))
+        shares = self.peers.gather(states.differences(stored, expected, unread=unread))
+        problems = list(dict.fromkeys(problem for share in shares for problem in share))
         if problems:
-            raise CheckpointError(
-                f"{path} does not fit the model: " + "; ".join(problems),
-                hint="the model configuration with which it was written (config.yaml of its run)",
-            )
+            hint = "the model configuration with which it was written (config.yaml of its run)"
+            raise CheckpointError(f"{path} does not fit the model: " + "; ".join(problems), hint=hint)
 
     # --- both ---
 
     def _recover(self) -> None:
         """Finish or remove what a killed process left, on rank 0."""
         self.run.check_generation()
-        found = folder.recover(self.root)
-        if found:
-            self._warn("checkpoint_leftovers", f"cleaned up after an interrupted save: {', '.join(found)}")
+        leftovers = folder.recover(self.root)
+        if leftovers:
+            self._warn("checkpoint_leftovers", f"cleaned up after an interrupted save: {', '.join(leftovers)}")
 
     def _warn(self, kind: str, message: str) -> None:
         log.warning("checkpoint: %s", message)

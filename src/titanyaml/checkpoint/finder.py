@@ -1,4 +1,7 @@
-"""Which checkpoint to read: the newest one that is whole, or the one that was named."""
+"""Which checkpoint to read: the newest one that is whole, or the one that was named.
+
+There is no pointer file such as ``latest``: it would be a second truth, and stale after a crash.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from titanyaml.checkpoint.peers import Peers
 from titanyaml.errors import CheckpointError
 
 
-class Finder:
+class CheckpointFinder:
     """Verifies checkpoints, each once; the ranks share the reading and come to one answer.
 
     Args:
@@ -20,7 +23,7 @@ class Finder:
 
     def __init__(self, peers: Peers, *, warn: Callable[[str, str], None]) -> None:
         self.peers, self._warn = peers, warn
-        self.verified: dict[Path, dict[str, Any]] = {}
+        self.verified: dict[Path, dict[str, Any]] = {}  # manifests
         self.damaged: set[Path] = set()
 
     def newest(self, root: Path) -> Path | None:
@@ -29,7 +32,8 @@ class Finder:
         Raises:
             CheckpointError: there are some, and none is whole.
         """
-        names = self.peers.on_main("listing", lambda: [path.name for path in folder.newest_first(root)])
+        # listed once: on a network file system two ranks may see different folders
+        names = self.peers.run_on_main("listing", lambda: [path.name for path in folder.newest_first(root)])
         problems: list[str] = []
         for path in (root / name for name in names):
             damage = self._damage(path)
@@ -41,11 +45,9 @@ class Finder:
                 self._warn("checkpoint_damaged", f"{path} is damaged and passed over: " + "; ".join(damage))
         if not names:
             return None
-        raise CheckpointError(
-            f"none of the {len(names)} checkpoints in {root} can be read: " + "; ".join(problems),
-            key="checkpoint.resume",
-            hint="restore one of them from a copy, or begin anew under another run.id",
-        )
+        message = f"none of the {len(names)} checkpoints in {root} can be read: " + "; ".join(problems)
+        hint = "restore one of them from a copy, or begin anew under another run.id"
+        raise CheckpointError(message, key="checkpoint.resume", hint=hint)
 
     def find(self, source: Path) -> Path:
         """The checkpoint at ``source``: itself a checkpoint's folder, or the newest of a run's or of a folder of steps.
@@ -53,18 +55,17 @@ class Finder:
         Raises:
             CheckpointError: there is none, or it is damaged.
         """
-        kind = self.peers.on_main("looking", lambda: _kind(source))
+        kind = self.peers.run_on_main("looking", lambda: _folder_kind(source))
         if kind == "step":
             damage = self._damage(source)
-            if damage:
-                raise CheckpointError(
-                    f"{source} is damaged: " + "; ".join(damage), hint="an older step of the same run"
-                )
+            if damage:  # it was named, so another one would not do
+                message = f"{source} is damaged: " + "; ".join(damage)
+                raise CheckpointError(message, hint="an older step of the same run")
             return source
-        found = self.newest(source / "checkpoints" if kind == "run" else source)
-        if found is None:
+        newest = self.newest(source / "checkpoints" if kind == "run" else source)
+        if newest is None:
             raise CheckpointError(f"no checkpoint in {source}", hint="the folder of a run, or of one step in it")
-        return found
+        return newest
 
     def trust(self, path: Path, content: dict[str, Any]) -> None:
         """Take ``path`` for whole: this process has just written it."""
@@ -77,21 +78,22 @@ class Finder:
         self.damaged.discard(path)
 
     def _damage(self, path: Path) -> list[str]:
-        """What is wrong with a checkpoint."""
+        """Problems of a checkpoint."""
         if path in self.verified:
             return []
-        content, problem = self.peers.on_main("reading the manifest", lambda: _try_manifest(path))
+        content, problem = self.peers.run_on_main("reading the manifest", lambda: _try_manifest(path))
         if problem:
             return [problem]
-        mine = sorted(content["files"])[self.peers.rank :: self.peers.world_size]
-        shares = self.peers.together("verifying", lambda: manifest.damage(path, content["files"], names=mine))
+        # every world_size-th file: any mesh may read, so files do not belong to ranks
+        own_names = sorted(content["files"])[self.peers.rank :: self.peers.world_size]
+        shares = self.peers.run_on_all("verifying", lambda: manifest.damage(path, content["files"], names=own_names))
         damage = [problem for share in shares for problem in share]
         if not damage:
             self.verified[path] = content
         return damage
 
 
-def _kind(source: Path) -> str:
+def _folder_kind(source: Path) -> str:
     """What a folder is: "step", "run", or "steps" (a folder of steps, or nothing of the kind)."""
     if folder.STEP.fullmatch(source.name) or (source / manifest.NAME).exists():
         return "step"
@@ -99,7 +101,7 @@ def _kind(source: Path) -> str:
 
 
 def _try_manifest(path: Path) -> tuple[dict[str, Any], str]:
-    """(manifest, "") or ({}, what is wrong): damage is an answer here, unlike a rank that does not come."""
+    """(manifest, "") or ({}, problem): damage is an answer here, unlike the failure of a rank."""
     try:
         return manifest.read(path), ""
     except CheckpointError as error:

@@ -1,12 +1,13 @@
-"""The folder ``checkpoints/``: names, the order of age, the commit by rename, retention, and what a crash leaves.
+"""The folder ``checkpoints/``: names, age, commit by rename, retention, and the leftovers of a crash.
 
-    step-00000100          a checkpoint; it got this name only after all of it was on the disk
+    step-00000100          a checkpoint; it gets this name only after all of it is on the disk
     .tmp-<step>-<save id>  being written
     .old-step-00000100     about to be replaced by another checkpoint of the same step
     .trash-step-00000100   about to be deleted
 
-Age is told by the manifest's ``sequence``, not by the step: a run that fell back behind a damaged checkpoint, or was
-resumed from an older one, writes smaller steps later, and these are its newest.
+The age of a checkpoint is its manifest's ``sequence``, not its step. A run that fell back behind a damaged checkpoint,
+or was resumed from an older one, writes smaller steps later; by step, its next start would read what was abandoned, and
+retention would delete what is new.
 """
 
 from __future__ import annotations
@@ -25,67 +26,69 @@ STEP = re.compile(r"step-\d{8,}")
 
 
 def step_name(step: int) -> str:
-    """The folder name of a checkpoint."""
     return f"step-{step:08d}"
 
 
 def temporary_name(step: int, save_id: str) -> str:
-    """The folder name while it is written."""
     return f".tmp-{step}-{save_id}"
 
 
 def newest_first(root: Path) -> list[Path]:
-    """All checkpoints, newest first; one whose manifest cannot be read tells no age, and comes first."""
-    ages = [((_sequence(path), path.name), path) for path in _steps(root)]
-    return [path for _, path in sorted(ages, reverse=True)]
+    """All checkpoints, newest first; those with an unreadable manifest, whose age is unknown, before all others."""
+    # first, so that a damaged newest checkpoint is reported instead of silently passed over
+    sequences = {path: _sequence(path) for path in _steps(root)}
+    ages = {path: math.inf if sequence is None else sequence for path, sequence in sequences.items()}
+    return sorted(ages, key=lambda path: (ages[path], path.name), reverse=True)
 
 
 def next_sequence(root: Path) -> int:
-    """The age of the next checkpoint."""
-    known = [_sequence(path) for path in _steps(root)]
-    return 1 + max((age for age in known if age != math.inf), default=0)
+    """The sequence number of the next checkpoint."""
+    sequences = [_sequence(path) for path in _steps(root)]
+    return 1 + max((sequence for sequence in sequences if sequence is not None), default=0)
 
 
 def commit(temporary: Path, final: Path) -> None:
     """Give a finished folder its name. At every instant the old checkpoint of this step is there, or the new one."""
     root = final.parent
     aside = root / f".old-{final.name}"
+    # the files are synced already, their names are not: without this a power cut after the rename could leave a
+    # checkpoint's name on a folder without its files
     fsync(temporary)
     if final.exists():
-        os.rename(final, aside)
+        os.rename(final, aside)  # a folder with content cannot be replaced by one rename
     os.rename(temporary, final)
-    fsync(root)
+    fsync(root)  # the new name, before the old content goes
     if aside.exists():
         shutil.rmtree(aside)
 
 
 def recover(root: Path) -> list[str]:
-    """Finish or undo what a killed process left half done; what was found, by name."""
+    """Finish or undo what a killed process left unfinished; names of the folders concerned."""
     if not root.is_dir():
         return []
-    found = []
+    leftovers = []
     for path in sorted(root.iterdir()):
         name = path.name
         if name.startswith(".old-") and not (root / name.removeprefix(".old-")).exists():
-            os.rename(path, root / name.removeprefix(".old-"))
+            os.rename(path, root / name.removeprefix(".old-"))  # killed between the two renames of a commit
         elif name.startswith((".tmp-", ".trash-", ".old-")):
             shutil.rmtree(path)
         else:
             continue
-        found.append(name)
-    return found
+        leftovers.append(name)
+    return leftovers
 
 
 def retain(root: Path, *, keep: int, bad: set[Path]) -> list[Path]:
-    """Delete all but the ``keep`` newest checkpoints that are whole as far as known; what was deleted.
+    """Delete all but the ``keep`` newest checkpoints that are not known to be damaged; the deleted ones.
 
     Args:
-        bad: checkpoints found damaged; they count for nothing and go.
+        bad: checkpoints found damaged; they do not count, and go.
     """
     ordered = newest_first(root)
-    good = [path for path in ordered if path not in bad and _sequence(path) != math.inf]
+    good = [path for path in ordered if path not in bad and _sequence(path) is not None]
     if not good:
-        return []
+        return []  # what is left may still be of use to a person
     doomed = [path for path in ordered if path not in good[:keep]]
     for path in doomed:
         trash = root / f".trash-{path.name}"
@@ -98,8 +101,9 @@ def _steps(root: Path) -> list[Path]:
     return [p for p in root.iterdir() if STEP.fullmatch(p.name)] if root.is_dir() else []
 
 
-def _sequence(path: Path) -> float:
+def _sequence(path: Path) -> int | None:
+    """None where the manifest cannot be read."""
     try:
-        return manifest.read(path)["sequence"]
+        return int(manifest.read(path)["sequence"])
     except CheckpointError:
-        return math.inf
+        return None

@@ -1,7 +1,7 @@
-"""Ranks that act as one while a checkpoint is written or read: an error of one is an error of all.
+"""Ranks that act as one while a checkpoint is written or read: an error of one rank is raised on all.
 
-They talk through a gloo group of their own: a slow file system must neither run into the short time-out of training
-collectives nor take GPU memory.
+They communicate through a gloo group of their own: a slow file system must neither run into the short time-out of
+training collectives nor take GPU memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -42,42 +42,45 @@ class Peers:
         """Every rank's object (picklable), in rank order, on every rank."""
         if self.group is None:
             return [obj]
-        boxes: list[Any] = [None] * self.world_size
-        dist.all_gather_object(boxes, obj, group=self.group)
-        return boxes
+        objects: list[Any] = [None] * self.world_size
+        dist.all_gather_object(objects, obj, group=self.group)
+        return objects
 
     def gather_to_main(self, obj: T) -> list[T]:
-        """Every rank's object on rank 0; an empty list elsewhere."""
+        """Every rank's object on rank 0; an empty list on the others."""
         if self.group is None:
             return [obj]
-        boxes = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(obj, boxes, dst=0, group=self.group)
-        return boxes or []
+        objects: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(obj, objects, dst=0, group=self.group)
+        return objects or []
 
-    def together(self, phase: str, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` on every rank; what each returned, in rank order.
+    def run_on_all(self, phase: str, work: Callable[[], T]) -> list[T]:
+        """Run ``work`` on every rank; the results in rank order.
 
         Raises:
             TitanError: the failure of the lowest failing rank, on every rank.
             CheckpointError: a rank did not finish in time; rank 0 names it.
         """
-        result, error = None, None
+        result: T | None = None
+        error: TitanError | None = None
         try:
             result = work()
         except (Exception, CheckpointException) as exception:
             error = self._translate(phase, exception)
-        self.arrive(phase)
-        answers = self.gather((error, result))
-        for failure, _ in answers:
+        # a failed rank arrives too: otherwise its peers would wait for it until they time out
+        self.wait_for_all(phase)
+        outcomes = self.gather((error, result))
+        for failure, _ in outcomes:
             if failure is not None:
                 raise failure
-        return [answer for _, answer in answers]
+        return [cast(T, outcome) for _, outcome in outcomes]
 
-    def on_main(self, phase: str, work: Callable[[], T]) -> T:
+    def run_on_main(self, phase: str, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 only; its result, or its error, on every rank."""
-        return self.together(phase, work if self.rank == 0 else lambda: None)[0]
+        own_work: Callable[[], T | None] = work if self.rank == 0 else lambda: None
+        return cast(T, self.run_on_all(phase, own_work)[0])
 
-    def arrive(self, phase: str) -> None:
+    def wait_for_all(self, phase: str) -> None:
         """Wait for the slowest rank.
 
         Raises:
@@ -88,21 +91,21 @@ class Peers:
         # training shortens the limit of all groups once its first step is done
         compat.set_group_timeout(self.group, self.timeout_s)
         try:
+            # a plain barrier or a gather would time out without saying for whom it waited
             dist.monitored_barrier(self.group, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
         except RuntimeError as error:
-            raise CheckpointError(
-                f"{phase}: not every rank finished within {self.timeout_s:g} s: {str(error).splitlines()[0]}"
-            ) from error
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"{phase}: not every rank finished within {self.timeout_s:g} s: {reason}") from error
 
     def _translate(self, phase: str, error: BaseException) -> TitanError:
         """The error as every rank is going to raise it."""
         if isinstance(error, TitanError):
             return error
+        # DCP collects the errors of all ranks into one
         failures = error.failures if isinstance(error, CheckpointException) else {self.rank: (error, None)}
         rank, (cause, _) = min(failures.items())
         log.debug("checkpoint: %s failed", phase, exc_info=error)
-        full = isinstance(cause, OSError) and cause.errno in NO_SPACE
+        is_full = isinstance(cause, OSError) and cause.errno in NO_SPACE
         text = " ".join(str(cause).split()) or "no message"
-        return CheckpointError(
-            f"{phase} failed on rank {rank}: {'no space left to write: ' if full else ''}{type(cause).__name__}: {text}"
-        )
+        reason = f"no space left to write: {type(cause).__name__}" if is_full else type(cause).__name__
+        return CheckpointError(f"{phase} failed on rank {rank}: {reason}: {text}")

@@ -1,4 +1,4 @@
-"""The state of a run as a flat table of tensors, and its comparison with what a checkpoint holds.
+"""The state of a run as a flat table of tensors, and its comparison with the content of a checkpoint.
 
 Names are paths, joined by "/": ``{"model": {"norm.weight": t}}`` is stored as ``model/norm.weight``.
 """
@@ -13,50 +13,53 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-SHOWN = 8  # names listed in an error; the rest is counted
+SHOWN = 8  # names listed in an error; further ones are counted
 
-Facts = dict[str, tuple[tuple[int, ...], str]]
+#: (shape, dtype) of each tensor by name.
+TensorSpecs = dict[str, tuple[tuple[int, ...], str]]
 
 
 def flatten(state: Mapping[str, Any], *, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of nested dicts, by path. They stay the same objects, so loading into them fills the state."""
+    """The tensors of nested dicts, by path. They share memory with the state, so loading into them fills it."""
     flat: dict[str, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Mapping):
             flat |= flatten(value, prefix=f"{prefix}{name}/")
         elif isinstance(value, Tensor):
-            flat[prefix + name] = value.detach()
+            flat[prefix + name] = value.detach()  # a parameter that requires gradients cannot be filled in place
         else:
             raise TypeError(f"{prefix}{name} is a {type(value).__name__}: a state holds tensors and dicts of them")
     return flat
 
 
 def num_bytes(flat: Mapping[str, Tensor]) -> dict[str, int]:
-    """Size of each logical tensor, whatever share of it is here (bytes)."""
+    """Size of each logical tensor, whatever share of it this rank holds (bytes)."""
     return {name: tensor.numel() * tensor.element_size() for name, tensor in flat.items()}
 
 
 @torch.no_grad()
 def non_finite(flat: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors whose local part holds NaN or infinity. One pass, one synchronisation with the device."""
-    names, extremes = [], []
+    """Names of tensors whose local part holds NaN or infinity."""
+    names, flags = [], []
     for name, tensor in flat.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.is_floating_point() and local.numel():
             names.append(name)
-            extremes.append(torch.stack(torch.aminmax(local)).isfinite().all())  # both extremes propagate NaN
+            # both extremes propagate NaN: one pass, where isfinite() would write a mask as large as the state
+            flags.append(torch.stack(torch.aminmax(local)).isfinite().all())
     if not names:
         return []
-    finite = torch.stack([flag.to(extremes[0].device) for flag in extremes]).tolist()
-    return [name for name, good in zip(names, finite, strict=True) if not good]
+    # one synchronisation with the device for all tensors
+    finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    return [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
 
 
-def wanted(flat: Mapping[str, Tensor]) -> Facts:
+def tensor_specs(flat: Mapping[str, Tensor]) -> TensorSpecs:
     """Shape and dtype of each tensor that is to be filled."""
     return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.items()}
 
 
-def stored(metadata: Metadata, *, only: Iterable[str] | None) -> Facts:
+def stored_specs(metadata: Metadata, *, only: Iterable[str] | None) -> TensorSpecs:
     """Shape and dtype of each tensor in a checkpoint.
 
     Args:
@@ -70,27 +73,28 @@ def stored(metadata: Metadata, *, only: Iterable[str] | None) -> Facts:
     }
 
 
-def differences(file: Facts, here: Facts, *, unread: set[str]) -> list[str]:
+def differences(stored: TensorSpecs, expected: TensorSpecs, *, unread: set[str]) -> list[str]:
     """Why a checkpoint does not fit, in words; empty when it does.
 
     Args:
+        stored: in the file. expected: of this rank's tensors.
         unread: names in the file that no rank asks for.
     """
-    missing = sorted(here.keys() - file.keys())
-    other = sorted(name for name in here.keys() & file.keys() if here[name] != file[name])
-    found = []
+    missing = sorted(expected.keys() - stored.keys())
+    changed = sorted(name for name in expected.keys() & stored.keys() if expected[name] != stored[name])
+    problems = []
     if missing:
-        found.append(f"{len(missing)} of the model's tensors are not in it: {_shorten(missing)}")
+        problems.append(f"{len(missing)} of the model's tensors are not in it: {_shorten(missing)}")
     if unread:
-        found.append(f"{len(unread)} of its tensors are unknown to the model: {_shorten(sorted(unread))}")
-    if other:
-        shown = [f"{name} {_show(file[name])} in the file, {_show(here[name])} here" for name in other]
-        found.append(f"{len(other)} tensors differ in shape or dtype: {_shorten(shown)}")
-    return found
+        problems.append(f"{len(unread)} of its tensors are unknown to the model: {_shorten(sorted(unread))}")
+    if changed:
+        pairs = [f"{name} {_show(stored[name])} in the file, {_show(expected[name])} here" for name in changed]
+        problems.append(f"{len(changed)} tensors differ in shape or dtype: {_shorten(pairs)}")
+    return problems
 
 
-def _show(fact: tuple[tuple[int, ...], str]) -> str:
-    return f"{list(fact[0])} {fact[1].removeprefix('torch.')}"
+def _show(spec: tuple[tuple[int, ...], str]) -> str:
+    return f"{list(spec[0])} {spec[1].removeprefix('torch.')}"
 
 
 def _shorten(names: list[str]) -> str:

@@ -162,6 +162,7 @@ class Trainer:
             self._save()
 
     def _validate(self) -> float:
+        assert self.validation_data is not None
         return mean_loss(self.config, self.built, self.validation_data, env=self.env)
 
     def _record_step(self, result: StepResult, lr: float, validation_loss: float | None) -> None:
@@ -190,7 +191,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Commit a checkpoint of this step, unless it is there already or saving is off."""
-        if not self.config.checkpoint.enabled or self.checkpointer.has(self.step):
+        if not self.config.checkpoint.enabled or self.checkpointer.is_saved(self.step):
             return
         meta = {
             "position": self.data_state["position"],
