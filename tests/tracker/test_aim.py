@@ -100,7 +100,7 @@ def test_a_raising_aim_gives_one_warning_and_a_count(
     assert caplog.text.count("training goes on") == 1
 
 
-def test_a_raising_close_is_told(config, tmp_path, monkeypatch) -> None:
+def test_a_raising_close_is_reported(config, tmp_path, monkeypatch) -> None:
     class RaisingClose(FakeRun):
         def close(self) -> None:
             raise OSError("lock")
@@ -214,7 +214,7 @@ mirror = AimMirror(config, RunDir(sys.argv[1]), close_s=0.5 if sys.argv[4] == "h
 for step in range(1, 4):
     mirror.log({"step": step, "loss": float(step)})
 while sys.argv[4] == "killed":
-    if mirror.written == 3:
+    if mirror.num_written == 3:
         print("written", flush=True)
         time.sleep(60)
     time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What people see."""
+"""The lines and the bar that people see."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ RECORD = {
 
 
 class Clock:
-    now = 0.0
+    seconds = 0.0
 
     def __call__(self) -> float:
-        return self.now
+        return self.seconds
 
 
 def lines_at(times: list[float], *, steps: int, extra: dict[int, dict] | None = None) -> list[str]:
     clock, out = Clock(), io.StringIO()
     lines = PlainLines(steps, out=out, clock=clock)
-    for step, now in enumerate(times, 1):
-        clock.now = now
+    for step, seconds in enumerate(times, 1):
+        clock.seconds = seconds
         lines.log({"step": step, "loss": float(step), **(extra or {}).get(step, {})})
     lines.close("done")
     return out.getvalue().splitlines()
@@ -72,7 +72,7 @@ def test_slow_steps_are_all_shown_with_the_time_left() -> None:
     assert "left" not in lines[0] and lines[1].endswith("8 min 00 s left") and lines[2].endswith("7 min 50 s left")
 
 
-def test_a_held_record_is_shown_at_the_end() -> None:
+def test_a_skipped_record_is_shown_at_the_end() -> None:
     assert steps_of(lines_at([0, 0.1, 0.2], steps=50)) == [1, 3]
 
 

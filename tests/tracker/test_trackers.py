@@ -1,4 +1,4 @@
-"""metrics.jsonl, and what ``build`` puts together."""
+"""metrics.jsonl, and the sinks that ``build`` chooses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titanyaml.tracker.aim import AimMirror
 from titanyaml.tracker.console import PlainLines
 
 
-def test_every_digit_is_kept_and_every_record_is_out_at_once(config, tmp_path) -> None:
+def test_records_keep_every_digit_and_are_written_at_once(config, tmp_path) -> None:
     config.tracker.kind = "none"
     run = RunDir(tmp_path / "run")
     trackers = tracker.build(config, run, console=False)

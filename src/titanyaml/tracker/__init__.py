@@ -1,6 +1,6 @@
 """Experiment tracking: where the records of a run go. Built on the main rank only.
 
-``metrics.jsonl`` is the truth and is written first; console and Aim mirror it and can fail without harm.
+``metrics.jsonl`` is the record and is written first; console and Aim mirror it and may fail without harm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Trackers", "build"]
 
 
 class Sink(Protocol):
-    """One place where records go."""
+    """One mirror of the records."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Take a record; must not raise and must not wait."""
@@ -25,7 +25,7 @@ class Sink(Protocol):
     def close(self, state: str) -> None:
         """Take the run's last state ("done", "failed", ...); must not raise, and return within seconds.
 
-        What is not yet written has to be written here: the process ends without waiting for threads, daemons or not.
+        Whatever is unwritten has to be written here: a rank leaves by os._exit, which waits for no thread.
         """
 
 
@@ -41,7 +41,7 @@ class Trackers:
         self.run, self.mirrors = run, list(mirrors)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write one record, whole and at once; floats keep every digit.
+        """Write one record at once, without rounding.
 
         Args:
             record: ``step`` and the figures of that step, named as in ``metrics.jsonl``.
@@ -60,7 +60,7 @@ def build(config: Config, run: RunDir, *, console: bool = True) -> Trackers:
     """The trackers that ``config`` asks for.
 
     Args:
-        console: also tell progress on standard output.
+        console: also show progress on standard output.
 
     Raises:
         ConfigError: ``tracker.kind=aim``, and Aim is not installed.

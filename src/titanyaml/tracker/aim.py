@@ -1,11 +1,11 @@
 """A mirror of the metrics in an Aim repository (``tracker.kind=aim``).
 
-Aim runs in a thread of its own behind a bounded queue: when it raises, hangs or is slow, training goes on, one
-warning is given, and the number of records that Aim lacks is reported at the end. ``metrics.jsonl`` has them all.
+Aim runs in a thread of its own behind a bounded queue. When it raises, hangs or is slow, training goes on, one warning
+is given, and the number of records that Aim lacks is reported at the end. ``metrics.jsonl`` has them all.
 
 A run keeps its Aim hash in ``aim_run.txt``, so a resumed run continues its Aim run. Aim stores a value under its step:
-what a resumed run tracks again replaces the earlier value of that step. Steps that the first attempt reached and the
-resumed run never does (a run resumed with fewer steps) stay in Aim, while ``metrics.jsonl`` drops them.
+a step that is tracked again replaces the earlier value. Steps that the first attempt reached and the resumed run never
+does (a run resumed with fewer steps) stay in Aim, while ``metrics.jsonl`` drops them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AimMirror:
         config: resolved; its groups become searchable parameters: ``run.train.steps == 200``, and, as Aim keeps the
             name for itself, ``run['run']['seed'] == 0``.
         run: holds ``aim_run.txt``; receives the warning.
-        capacity: records that may wait for Aim; more are dropped and counted.
+        capacity: records that may wait for Aim; further ones are dropped and counted.
         close_s: how long ``close`` waits for Aim (seconds).
 
     Raises:
@@ -47,41 +47,42 @@ class AimMirror:
     """
 
     def __init__(self, config: Config, run: RunDir, *, capacity: int = 10_000, close_s: float = 60.0) -> None:
+        # looked for, not imported: the import takes seconds and belongs to the thread
         if "aim" not in sys.modules and importlib.util.find_spec("aim") is None:
             raise ConfigError("Aim is not installed", key="tracker.kind", hint="pip install aim, or tracker.kind=none")
         self.config, self.run, self.close_s = config, run, close_s
-        self.logged = self.written = 0
+        self.num_logged = self.num_written = 0
         self._state = "running"
         self._warned = False
-        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)  # None: the end
         self._thread = threading.Thread(target=self._work, name="aim", daemon=True)
         self._thread.start()
 
     def log(self, record: dict[str, Any]) -> None:
-        """Hand a record over; returns at once."""
-        self.logged += 1
+        """Put a record into the queue; returns at once."""
+        self.num_logged += 1
         try:
             self._queue.put_nowait(dict(record))
         except queue.Full:
             self._warn(f"is too slow: {self._queue.maxsize} records are waiting, further ones are dropped")
 
     def close(self, state: str) -> None:
-        """Let Aim write what is waiting, but not for longer than ``close_s``."""
+        """Let Aim write the waiting records, but not for longer than ``close_s``."""
         self._state = state
         deadline = time.monotonic() + self.close_s
         try:
             self._queue.put(None, timeout=self.close_s)
             self._thread.join(max(deadline - time.monotonic(), 0))
         except queue.Full:
-            pass
+            pass  # the thread is alive, which is reported below
         if self._thread.is_alive():
             self._warn(f"did not finish within {self.close_s:g} s")
-            _leave_behind()
-        lost = self.logged - self.written
+            _skip_exit_cleanup()
+        lost = self.num_logged - self.num_written
         if lost:
-            message = f"Aim lacks {lost} of {self.logged} records; metrics.jsonl has all of them"
+            message = f"Aim lacks {lost} of {self.num_logged} records; metrics.jsonl has all of them"
             log.warning("tracker: %s", message)
-            self.run.event("tracker_incomplete", message, lost=lost, logged=self.logged)
+            self.run.event("tracker_incomplete", message, lost=lost, logged=self.num_logged)
 
     # --- in the thread ---
 
@@ -93,10 +94,10 @@ class AimMirror:
             self._warn(f"could not be opened: {type(error).__name__}: {error}")
         while (record := self._queue.get()) is not None:
             if aim_run is None:
-                continue
+                continue  # the queue is emptied, or ``close`` would wait for room in it
             try:
                 track(aim_run, record)
-                self.written += 1
+                self.num_written += 1
             except Exception as error:  # noqa: BLE001
                 self._warn(f"failed at step {record['step']}: {type(error).__name__}: {error}")
         if aim_run is None:
@@ -115,35 +116,33 @@ class AimMirror:
         # it warns of every lock that is taken over; the run folder's lease says that the owner of this one is dead
         logging.getLogger("aim.sdk.lock_manager").setLevel(logging.ERROR)
         repo, hash_file = self.config.tracker.repo, self.run.path / HASH_FILE
-        known = hash_file.read_text().strip() if hash_file.exists() else None
-        options = {
-            "repo": repo,
-            "experiment": self.config.run.name,
-            "log_system_params": False,
-            "capture_terminal_logs": False,
-            "system_tracking_interval": None,
-        }
+        old_hash = hash_file.read_text().strip() if hash_file.exists() else None
+        options: dict[str, Any] = {"repo": repo, "experiment": self.config.run.name}
+        options |= {"force_resume": old_hash is not None}  # a killed run has left its lock behind
+        # nothing that Aim gathers by itself: it would read the console and poll the GPU beside the training
+        options |= {"log_system_params": False, "capture_terminal_logs": False, "system_tracking_interval": None}
+        make_run = aim.Run  # type: ignore[attr-defined]  # by a star import, which mypy does not follow
         if "://" in repo:
-            aim_run = aim.Run(known, force_resume=known is not None, **options)
+            aim_run = make_run(old_hash, **options)
         else:
             Path(repo).mkdir(parents=True, exist_ok=True)
             with open(Path(repo) / ".aim.lock", "a") as lock:
                 # two runs that create one repository at the same time break it
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                aim_run = aim.Run(known, force_resume=known is not None, **options)
+                aim_run = make_run(old_hash, **options)
         atomic_write(hash_file, aim_run.hash + "\n")
         aim_run.name = self.config.run.id
         for group, values in dataclasses.asdict(self.config).items():
             aim_run[group] = values
         return aim_run
 
-    def _warn(self, what: str) -> None:
-        """The first failure, told once; later ones are only counted."""
+    def _warn(self, failure: str) -> None:
+        """Report the first failure; later ones are only counted."""
         if self._warned:
             return
         self._warned = True
-        log.warning("tracker: Aim %s (training goes on)", what)
-        self.run.event("tracker_failed", f"Aim {what}")
+        log.warning("tracker: Aim %s (training goes on)", failure)
+        self.run.event("tracker_failed", f"Aim {failure}")
 
 
 def track(aim_run: Any, record: dict[str, Any]) -> None:
@@ -164,8 +163,8 @@ def _index(aim_run: Any) -> None:
     RepoIndexManager.get_index_manager(aim_run.repo).index(aim_run.hash)
 
 
-def _leave_behind() -> None:
-    """Keep Aim's own clean-up from waiting at exit for what already hangs."""
+def _skip_exit_cleanup() -> None:
+    """Unregister Aim's clean-up at exit, which would wait for the thread that hangs."""
     cleanup = sys.modules.get("aim.ext.cleanup")
     if cleanup is not None:
         atexit.unregister(cleanup.AutoClean.cleanup)

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-#: What is shown of a record, in this order, with units. The rest is in metrics.jsonl.
+#: The figures of a record that are shown, in this order, with units. metrics.jsonl has all of them.
 SHOWN = {
     "loss": "loss {:.4f}",
     "validation_loss": "validation loss {:.4f}",
@@ -32,40 +32,39 @@ def make_console(steps: int, *, out: TextIO | None = None) -> ProgressBar | Plai
 
 
 def describe(record: dict[str, Any], names: tuple[str, ...] = tuple(SHOWN)) -> str:
-    """The figures of a record, with units, apart by two blanks."""
+    """The figures of a record with units, separated by two blanks."""
     return "  ".join(SHOWN[name].format(record[name]) for name in names if record.get(name) is not None)
 
 
 def duration(seconds: float) -> str:
     """``45 s``, ``3 min 05 s``, ``2 h 10 min``."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, spare = divmod(round(seconds), 60)
     if minutes == 0:
-        return f"{rest} s"
+        return f"{spare} s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {spare:02d} s"
 
 
 class _Console:
-    """What both kinds share: a terminal that goes away must not stop training."""
+    """Base of both consoles: a terminal that goes away must not stop training."""
 
     def __init__(self) -> None:
-        self._gone = False
+        self._is_closed = False
 
     def _guarded(self, show: Callable[[], None]) -> None:
-        if self._gone:
+        if self._is_closed:
             return
         try:
             show()
         except (OSError, ValueError):  # closed pipe, closed file
-            self._gone = True
+            self._is_closed = True
 
 
 class PlainLines(_Console):
     """One line a record, at most about one a second; first, last and validation records always.
 
     Args:
-        steps: steps of the whole run.
-        clock: seconds.
+        steps: of the whole run. clock: seconds.
     """
 
     INTERVAL_S = 1.0
@@ -75,49 +74,45 @@ class PlainLines(_Console):
         self.steps, self.out, self.clock = steps, out, clock
         self._first: tuple[int, float] | None = None
         self._printed_at = float("-inf")
-        self._held: dict[str, Any] | None = None  # a record that came too soon
+        self._skipped: dict[str, Any] | None = None  # the last record that came too soon
 
     def log(self, record: dict[str, Any]) -> None:
-        now, step = self.clock(), record["step"]
-        self._first = self._first or (step, now)
-        due = step >= self.steps or "validation_loss" in record or now - self._printed_at >= self.INTERVAL_S
-        if due:
-            self._guarded(lambda: self._print(record, now))
+        seconds, step = self.clock(), record["step"]
+        self._first = self._first or (step, seconds)
+        is_due = step >= self.steps or "validation_loss" in record or seconds - self._printed_at >= self.INTERVAL_S
+        if is_due:
+            self._guarded(lambda: self._print(record, seconds))
         else:
-            self._held = record
+            self._skipped = record
 
     def close(self, state: str) -> None:
-        if self._held is not None:
-            held = self._held
-            self._guarded(lambda: self._print(held, self.clock()))
+        # the last step of a run that ends early must be seen
+        if (record := self._skipped) is not None:
+            self._guarded(lambda: self._print(record, self.clock()))
 
-    def _print(self, record: dict[str, Any], now: float) -> None:
-        width = len(str(self.steps))
-        line = f"step {record['step']:>{width}}/{self.steps}  {describe(record)}{self._left(record['step'], now)}"
-        print(line, file=self.out, flush=True)
-        self._printed_at, self._held = now, None
+    def _print(self, record: dict[str, Any], seconds: float) -> None:
+        step, width = record["step"], len(str(self.steps))
+        line = f"step {step:>{width}}/{self.steps}  {describe(record)}{self._eta(step, seconds)}"
+        print(line, file=self.out, flush=True)  # flushed: a log file is read while the run goes on
+        self._printed_at, self._skipped = seconds, None
 
-    def _left(self, step: int, now: float) -> str:
-        """Time to the last step, at the pace since the first record."""
-        first, started = self._first or (step, now)
+    def _eta(self, step: int, seconds: float) -> str:
+        """Time to the last step, at the pace since the first record, whose own step has a cold start."""
+        first, started = self._first or (step, seconds)
         if step <= first or step >= self.steps:
             return ""
-        return f"  {duration((now - started) / (step - first) * (self.steps - step))} left"
+        return f"  {duration((seconds - started) / (step - first) * (self.steps - step))} left"
 
 
 class _Terminal(Console):
-    """Rich's console, without its habit of ending the program when the terminal goes away."""
+    """Rich's console, which would end the program when the terminal goes away."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class ProgressBar(_Console):
-    """One bar with pace, loss and the time that is left; validation records stay as lines above it.
-
-    Args:
-        steps: steps of the whole run.
-    """
+    """One bar with pace, loss and remaining time; validation records stay as lines above it."""
 
     def __init__(self, steps: int, *, out: TextIO) -> None:
         super().__init__()
