@@ -20,7 +20,6 @@ from titanyaml.distributed import comm, signals
 from titanyaml.distributed.env import Env
 from titanyaml.errors import DataError, NonFiniteError, Preempted
 from titanyaml.rundir import RunDir
-from titanyaml.runner import train as training
 
 
 def train(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
@@ -110,5 +109,7 @@ class Slow:
 
 def track_slowly(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     """A training whose records also go to ``Slow``."""
+    from titanyaml.runner import train as training  # a second of imports, which the other stand-ins need not wait for
+
     tracker.build = lambda config, run: tracker.Trackers(run, [Slow(run, "fail" in config.user)])
     return training.train(replace(config, model=replace(config.model, vocab_size=258)), run, env)
