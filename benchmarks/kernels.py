@@ -258,8 +258,8 @@ def bench_adamw(bench: Bench) -> dict[str, Any]:
 def bench_float8_cast(bench: Bench) -> dict[str, Any]:
     """Both copies, against the reference, compiled where that is possible."""
 
-    def both(x: Tensor, rowwise: bool, fused: bool, **options: Any) -> float8_cast.Float8:
-        largest = float8_cast.largest(x, rowwise=rowwise, fused=fused)
+    def both(x: Tensor, rowwise: bool, fused: bool, **options: Any) -> float8_cast.Float8Copies:
+        largest = float8_cast.compute_amax(x, rowwise=rowwise, fused=fused)
         return float8_cast.float8_cast(x, largest, fused=fused, **options)
 
     result: dict[str, Any] = {}
@@ -338,7 +338,7 @@ def bench_float8_shards(bench: Bench) -> dict[str, Any]:
 
     def made(fused: bool) -> list[Tensor]:
         copies = float8_shards.Float8Shards(shards, dtype=torch.bfloat16, fused=fused)
-        copies.cast(copies.largest())
+        copies.cast(copies.amax())
         return copies.data
 
     result: dict[str, Any] = {"numbers": sum(shard.numel() for shard in shards)}
@@ -350,7 +350,7 @@ def bench_float8_shards(bench: Bench) -> dict[str, Any]:
         for programs, tile in ((256, 4096), (128, 4096), (256, 8192), (64, 8192)) if fused else ((0, 0),):
             with constants(float8_shards, PROGRAMS=programs, TILE=tile):
                 name = f"ms_programs_{programs}_tile_{tile}" if fused else "torch_ms"
-                result[name] = bench.ms(lambda copies=copies: copies.cast(copies.largest()))
+                result[name] = bench.ms(lambda copies=copies: copies.cast(copies.amax()))
     x = bench.randn(bench.ffn, bench.dim).to(E4M3)
     turned = functools.partial(float8_transpose.transpose_float8, x, after=x)
     bench.same("transpose_float8", turned(fused=True), turned(fused=False))

@@ -1,7 +1,7 @@
-"""Matrix products in float8 and MX, by torchao: the only file that imports it, and only where a recipe is on.
+"""Matmuls in float8 and MX by torchao: the only file that imports it, and only where a recipe is on.
 
-torchao's training functions are not a public interface: this file is checked with torchao 0.17 and 0.18, and says so
-where an import fails. Its import takes seconds and prints about extensions that these products do not use.
+torchao's training functions are not a public interface. Its import takes seconds and prints about extensions that
+these matmuls do not use.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanyaml.distributed import compat
+from titanyaml.distributed.tensor import local, place_like
 from titanyaml.errors import PipelineError
 
-CHECKED = "0.17 and 0.18"
+#: Releases that this file was run with: 0.17 on an H200, 0.18 on CPUs.
+TRIED_TORCHAO = ("0.17", "0.18")
 #: Loggers that speak while torchao is imported: extensions for other devices, enum classes that torch.compile knows.
-_NOISY = ("torchao", "torch.utils._pytree")
+_NOISY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 class Float8Matmul:
-    """x @ weight^T (+ bias) with the operands of the three products of a step cast to float8.
+    """x @ weight^T (+ bias); the operands of the three matmuls of a step are cast to float8.
 
-    Scales are those of the tensors that it is given, of a rank's shard where that is one. With scales per row the
-    result is then what one process computes, but for the rows that a split makes shorter; with one scale per tensor a
-    shard has a scale of its own, which is never coarser than that of the whole, and costs no communication.
+    Scales are those of the tensors given, of a rank's shard under tp. With scales per row the result is then what one
+    process computes, except for rows that a split shortens. With one scale a tensor a shard has a scale of its own,
+    which is never coarser than that of the full tensor, and costs no communication.
 
     Args:
         recipe: ``float8_tensorwise``, ``float8_rowwise`` or ``float8_rowwise_with_gw_hp``.
@@ -52,13 +54,14 @@ class Float8Matmul:
         self._multiply = linear.matmul_with_hp_or_float8_args.apply
         self._cast = _import("torchao.float8.float8_scaling_utils").hp_tensor_to_float8_dynamic
         self._role = tensor.GemmInputRole.WEIGHT
-        ao.convert_to_float8_training(nn.Module())  # nothing to convert; mends Inductor's float8 code where it must
+        # Nothing to convert here: the call fixes Inductor's float8 code in releases that need it.
+        ao.convert_to_float8_training(nn.Module())
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply.
 
         Args:
-            x: [..., K]. weight: [N, K] in x's dtype, or already in float8 (gathered so by FSDP). bias: [N].
+            x: [..., K]. weight: [N, K] in x's dtype, or in float8 if FSDP gathered it so. bias: [N].
 
         Returns:
             [..., N] in x's dtype.
@@ -105,58 +108,54 @@ class MXMatmul:
 
 @torch.no_grad()
 def precompute_scales(weights: list[Tensor]) -> None:
-    """Compute the scales of all weights that FSDP gathers in float8 with one reduction, for their next gatherings.
+    """Compute the scales of all weights that FSDP gathers in float8, for their next gather: one all-reduce in all.
 
     Args:
         weights: DTensors made by ``Float8Matmul.wrap_for_gather`` and sharded by FSDP.
     """
-    mesh = weights[0].device_mesh
-    [shards] = [i for i, name in enumerate(mesh.mesh_dim_names) if name not in ("dp_replicate", "tp")]
-    inner = [compat.local_shard_object(weight) for weight in weights]
+    dtensors = cast(list[DTensor], weights)
+    mesh = dtensors[0].device_mesh
+    axis_names = enumerate(mesh.mesh_dim_names or ())
+    [shard_axis] = [axis for axis, name in axis_names if name not in ("dp_replicate", "tp")]
+    inner: list[Any] = [compat.local_shard_object(weight) for weight in dtensors]
+    # a rank may hold nothing of a small weight
     amax = torch.stack([shard.abs().max() if shard.numel() else shard.new_zeros(()) for shard in map(unwrap, inner)])
-    amax = compat.all_reduce(amax, "max", mesh.get_group(shards).group_name)
+    amax = compat.all_reduce(amax, "max", mesh.get_group(shard_axis).group_name)
     to_scale = _import("torchao.float8.float8_utils").amax_to_scale
     for shard, scale in zip(inner, to_scale(amax, inner[0]._dtype), strict=True):
         shard._precomputed_scale = scale
 
 
 def is_gathered_in_float8(tensor: Tensor) -> bool:
-    """Whether a parameter was made by ``Float8Matmul.wrap_for_gather``; of a DTensor, its shard."""
-    return hasattr(tensor.to_local() if isinstance(tensor, DTensor) else tensor, "fsdp_pre_all_gather")
+    """Whether a parameter, or a DTensor's shard, is a wrapper that FSDP gathers in float8 (torchao's, or ours)."""
+    return hasattr(local(tensor), "fsdp_pre_all_gather")
 
 
 def unwrap(tensor: Tensor) -> Tensor:
     """The high-precision tensor inside a weight that is gathered in float8, sharing memory; any other as it is."""
     if not is_gathered_in_float8(tensor):
         return tensor
-    if not isinstance(tensor, DTensor):
-        return tensor._tensor
-    return DTensor.from_local(
-        tensor.to_local()._tensor,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    wrapper: Any = local(tensor)
+    return place_like(wrapper._tensor, tensor)
 
 
 def _import(name: str, *, quiet: bool = True) -> Any:
     """A module of torchao.
 
     Raises:
-        PipelineError: torchao is missing, or another version than this file knows.
+        PipelineError: torchao is missing, or of a version that this file does not know.
     """
     try:
         with _silence() if quiet else nullcontext():
             return importlib.import_module(name)
     except ImportError as error:
         try:
-            found = f"torchao {metadata.version('torchao')} is installed; {CHECKED} are known to work"
+            installed = f"torchao {metadata.version('torchao')} is installed"
+            installed += f"; {' and '.join(TRIED_TORCHAO)} are known to work"
         except metadata.PackageNotFoundError:
-            found = "torchao is not installed"
+            installed = "torchao is not installed"
         raise PipelineError(
-            f"cannot import {name}: {error}; {found}",
+            f"cannot import {name}: {error}; {installed}",
             key="quant.recipe",
             hint="pip install torchao==0.18.0, or quant=none",
         ) from error
@@ -165,11 +164,12 @@ def _import(name: str, *, quiet: bool = True) -> Any:
 @contextmanager
 def _silence() -> Iterator[None]:
     """Only errors of the loggers that speak while torchao is imported."""
-    before = {name: logging.getLogger(name).level for name in _NOISY}
-    for name in _NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from titanyaml.kernels import float8_cast as module
-from titanyaml.kernels.float8_cast import Float8, float8_cast, largest
+from titanyaml.kernels.float8_cast import Float8Copies, compute_amax, float8_cast
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -27,8 +27,8 @@ def matrix(device: torch.device, rows: int = 80, columns: int = 40) -> Tensor:
     return x.bfloat16().to(device)
 
 
-def both(x: Tensor, *, rowwise: bool, fused: bool, **options: object) -> Float8:
-    return float8_cast(x, largest(x, rowwise=rowwise, fused=fused), fused=fused, **options)
+def both(x: Tensor, *, rowwise: bool, fused: bool, **options: object) -> Float8Copies:
+    return float8_cast(x, compute_amax(x, rowwise=rowwise, fused=fused), fused=fused, **options)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -42,9 +42,9 @@ def test_equals_its_reference_to_the_bit(device, dtype: torch.dtype, rowwise: bo
     for x in (matrix(device), matrix(device, 64, 32)):
         options = {"dtype": dtype, "power_of_2": power_of_2}
         ours, theirs = (both(x, rowwise=rowwise, fused=fused, **options) for fused in (True, False))
-        found = largest(x, rowwise=rowwise, fused=True)
+        found = compute_amax(x, rowwise=rowwise, fused=True)
         straight, turned = (
-            float8_cast(x, found, fused=True, **{**options, without: False}) for without in ("turned", "straight")
+            float8_cast(x, found, fused=True, **{**options, without: False}) for without in ("transposed", "row_major")
         )
         assert straight[2:] == turned[:2] == (None, None)
         for mine, wanted in zip((*ours, *straight[:2], *turned[2:]), theirs + theirs, strict=True):
@@ -87,6 +87,6 @@ def test_operator_contract(device) -> None:
     x, checks = matrix(device), {"test_utils": ("test_schema", "test_faketensor")}
     torch.library.opcheck(torch.ops.titanyaml.float8_amax.default, (x,), **checks)
     for rowwise in (True, False):
-        found = largest(x, rowwise=rowwise, fused=False)
+        found = compute_amax(x, rowwise=rowwise, fused=False)
         for copies in ((True, True), (True, False), (False, True)):
             torch.library.opcheck(torch.ops.titanyaml.float8_cast.default, (x, found, E4M3, False, *copies), **checks)

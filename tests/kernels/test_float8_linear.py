@@ -123,7 +123,7 @@ def test_a_weight_that_comes_in_float8(device) -> None:
     w, grad = w.detach()[:32].contiguous().requires_grad_(), grad[..., :32].contiguous()
     options = Float8Options("tensorwise", fast_accum=False, fused=True)
     wanted = run(x, w, grad, recipe="tensorwise", fused=True)
-    data, inverse = options.cast(w.detach(), options.largest(w.detach()), turned=False)[:2]
+    data, inverse = options.cast(w.detach(), options.compute_amax(w.detach()), transposed=False)[:2]
     gathered = nn.Parameter(GatheredWeight(data, inverse, torch.bfloat16))
     torch._dynamo.reset()
     kept: list[tuple[int, ...]] = []

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from titanyaml.kernels import float8_shards as module
-from titanyaml.kernels import float8_transpose as turn
-from titanyaml.kernels.float8_cast import float8_cast, largest
+from titanyaml.kernels import float8_transpose
+from titanyaml.kernels.float8_cast import compute_amax, float8_cast
 from titanyaml.kernels.float8_shards import Float8Shards
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -17,7 +17,7 @@ def small_tiles(monkeypatch) -> None:
     """Several programs, and last ones that are not full."""
     monkeypatch.setattr(module, "PROGRAMS", 2)
     monkeypatch.setattr(module, "TILE", 64)
-    monkeypatch.setattr(turn, "TILE", 32)
+    monkeypatch.setattr(float8_transpose, "TILE", 32)
 
 
 def weights(device: torch.device) -> list[Tensor]:
@@ -34,12 +34,14 @@ def test_halves_are_cast_as_the_whole(device, dtype: torch.dtype) -> None:
     halves = weights(device)
     for fused in (True, False):
         first, second = (Float8Shards(halves[part::2], dtype=dtype, fused=fused) for part in (0, 1))
-        whole = torch.maximum(first.largest(), second.largest())
+        whole = torch.maximum(first.amax(), second.amax())
         for shards in (first, second):
             shards.cast(whole)
         for i in range(2):
             w = torch.cat(halves[2 * i : 2 * i + 2]).to(dtype)
-            wanted = float8_cast(w, largest(w, rowwise=False, fused=False), dtype=E4M3, power_of_2=False, fused=False)
+            wanted = float8_cast(
+                w, compute_amax(w, rowwise=False, fused=False), dtype=E4M3, power_of_2=False, fused=False
+            )
             got = torch.cat([shards.data[i].view(torch.uint8) for shards in (first, second)])
             assert torch.equal(got, wanted.data_MK.view(torch.uint8))
             assert all(torch.equal(shards.inverses[i], wanted.inverse_M1) for shards in (first, second))
@@ -48,10 +50,10 @@ def test_halves_are_cast_as_the_whole(device, dtype: torch.dtype) -> None:
 def test_a_second_cast_writes_to_the_same_memory(device) -> None:
     halves = weights(device)
     shards = Float8Shards(halves, dtype=torch.float32, fused=True)
-    shards.cast(shards.largest())
+    shards.cast(shards.amax())
     before = [(data.clone(), data.data_ptr()) for data in shards.data]
     halves[1].mul_(2).add_(1)
-    shards.cast(shards.largest())
+    shards.cast(shards.amax())
     same = [
         torch.equal(data.view(torch.uint8), old.view(torch.uint8)) and data.data_ptr() == place
         for data, (old, place) in zip(shards.data, before, strict=True)
@@ -65,7 +67,7 @@ def test_what_is_not_finite_is_the_largest(device) -> None:
         for bad in (float("nan"), float("inf")):
             halves = weights(device)
             halves[2][3, 3] = bad
-            found = Float8Shards(halves, dtype=torch.bfloat16, fused=fused).largest()
+            found = Float8Shards(halves, dtype=torch.bfloat16, fused=fused).amax()
             assert found.view(torch.float32).isfinite().tolist() == [True, True, False, True]
             assert int(found[2]) == int(found.max())
 
@@ -75,7 +77,7 @@ def test_turns_to_the_bit(device, dtype: torch.dtype) -> None:
     for shape in ((80, 48), (32, 64), (16, 16)):
         x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
         for fused in (True, False):
-            turned = turn.transpose_float8(x.view(dtype), after=x, fused=fused)
+            turned = float8_transpose.transpose_float8(x.view(dtype), after=x, fused=fused)
             assert turned.dtype == dtype and turned.is_contiguous()
             assert torch.equal(turned.view(torch.uint8), x.t())
 

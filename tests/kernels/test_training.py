@@ -15,8 +15,8 @@ from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.kernels import adamw, cross_entropy, kernel_choice
 from titanyaml.optim.triton_adamw import TritonAdamW
 from titanyaml.rundir import RunDir
-from titanyaml.runner import setup
-from titanyaml.runner.train import Trainer
+from titanyaml.runner import run_report
+from titanyaml.runner.train import Trainer, build_trainer
 
 SIZES = (
     "model.vocab_size=258",
@@ -46,7 +46,7 @@ def run(path: Path, compose, device: torch.device, *overrides: str) -> tuple[Tra
     config = dump.to_dataclass(compose(*SIZES, f"run.dir={path}", *overrides))
     place = RunDir(path)
     place.path.mkdir()
-    trainer = Trainer(config, place, Env(0, 1, 0, device, "gloo"))
+    trainer = build_trainer(config, place, Env(0, 1, 0, device, "gloo"))
     try:
         trainer.fit()
     finally:
@@ -82,5 +82,5 @@ def test_the_loss_of_tp_ranks_is_named(compose) -> None:
     config = dump.to_dataclass(compose("parallel=tp2"))
     for fused, said in ((True, "fused, 4096 tokens a chunk"), (False, "torch, 1024 tokens a chunk")):
         ctx = SimpleNamespace(kernels=kernel_choice.KernelChoice(fused, "for a test"), dims=ParallelDims(tp=2))
-        found = setup.kernels(config, ctx, SimpleNamespace(runs=lambda: "torch"))
+        found = run_report.describe_kernels(config, ctx, SimpleNamespace(runs=lambda: "torch"))
         assert found["cross_entropy"] == f"{said}, normalised over 2 tp ranks"

@@ -277,7 +277,7 @@ def multiply_float8(monkeypatch) -> None:
     monkeypatch.setattr(Quantize, "check", lambda self, ctx: [])
     monkeypatch.setattr(
         float8_linear,
-        "_product",
+        "_multiply",
         lambda a, inverse_a, b, inverse_b, *, fast_accum, dtype: compat.scaled_mm(
             a, b.t(), inverse_a, inverse_b.t(), fast_accum=fast_accum, dtype=dtype
         ),

@@ -258,7 +258,7 @@ def attention_backward(
 # Tensor subclasses and fake tensors ----------------------------------------------------------------------------------
 
 #: ``__torch_function__`` of a subclass that only wants ``__torch_dispatch__``: operators, not Python functions.
-no_torch_function = torch._C._disabled_torch_function_impl
+no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def make_wrapper_tensor(kind: type[Tensor], like: Tensor, *, dtype: torch.dtype | None = None) -> Any:

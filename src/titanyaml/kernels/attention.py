@@ -1,11 +1,11 @@
-"""Attention of some queries over some of their keys, with what is needed to put the parts together.
+"""Attention of some queries over some of their keys, with what is needed to merge such partial attentions.
 
-A part returns its output and the logarithm of its normaliser (log-sum-exp). Two parts of the same queries are merged by
-those logarithms (online softmax: Milakov and Gimelshein 2018), and the gradients of a part are exact if its backward
-pass is given the output and the normaliser of the *whole* (Liu et al. 2023, Ring Attention). On a GPU the fused kernels
-of cuDNN or FlashAttention do a part; the plain path below is the reference, and what runs on a CPU and in float64.
+A partial attention returns its output and the log-sum-exp of its scores. Two of the same queries are merged by these
+(online softmax: Milakov and Gimelshein 2018). Its gradients are exact if its backward pass is given the output and the
+log-sum-exp over *all* keys (Liu et al. 2023, Ring Attention). On a GPU the fused kernels of cuDNN or FlashAttention do
+the work. The plain path below is the reference, and what runs on a CPU and in float64.
 
-Shapes: B batch, N query heads, K key/value heads (N a multiple of K), S queries, T keys, H head size.
+Shapes: B batch, N query heads, K key/value heads (N a multiple of K), G = N/K, S queries, T keys, H head size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def partial_attention(
         causal: query i sees keys 0..i (S = T); else all.
     """
     if kernel != "plain":
-        return compat.attention_forward(q_BNSH, *_fit(q_BNSH, k_BKTH, v_BKTH, kernel), causal=causal, kernel=kernel)
+        k, v = _repeat_heads(q_BNSH, k_BKTH, v_BKTH, kernel)
+        return compat.attention_forward(q_BNSH, k, v, causal=causal, kernel=kernel)
     scores_BKGST = _scores(q_BNSH, k_BKTH, causal=causal)
     lse_BKGS = scores_BKGST.logsumexp(-1)
     probs_BKGST = (scores_BKGST - lse_BKGS.unsqueeze(-1)).exp()
@@ -57,26 +58,27 @@ def partial_attention_backward(
     causal: bool,
     kernel: AttentionKernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This part's share of the gradients of q, k and v, in their dtypes.
+    """What these keys contribute to the gradients of q, k and v, in their dtypes.
 
     Args:
-        grad_BNSH, out_BNSH, lse_BNS: gradient, output and log-sum-exp of the whole, for these queries.
+        grad_BNSH, out_BNSH, lse_BNS: gradient, output and log-sum-exp over all keys, for these queries.
     """
     if kernel != "plain":
-        keys, values = _fit(q_BNSH, k_BKTH, v_BKTH, kernel)
+        k, v = _repeat_heads(q_BNSH, k_BKTH, v_BKTH, kernel)
         grad_q, grad_k, grad_v = compat.attention_backward(
-            grad_BNSH, q_BNSH, keys, values, out_BNSH, lse_BNS, causal=causal, kernel=kernel
+            grad_BNSH, q_BNSH, k, v, out_BNSH, lse_BNS, causal=causal, kernel=kernel
         )
-        return grad_q, _ungroup(grad_k, k_BKTH), _ungroup(grad_v, v_BKTH)
+        return grad_q, _sum_repeated(grad_k, k_BKTH), _sum_repeated(grad_v, v_BKTH)
     groups = (k_BKTH.shape[1], -1)
     scores_BKGST = _scores(q_BNSH, k_BKTH, causal=causal)
     wide = scores_BKGST.dtype
     probs_BKGST = (scores_BKGST - lse_BNS.unflatten(1, groups).unsqueeze(-1)).exp()
     grad_BKGSH = grad_BNSH.unflatten(1, groups).to(wide)
-    # rows of dP that are common to all keys: the projection of the gradient on the whole output
-    common_BKGS1 = (grad_BKGSH * out_BNSH.unflatten(1, groups)).sum(-1, keepdim=True)
+    # Softmax's backward subtracts from each row of dP its mean under P. That is grad . out over all keys, which is why
+    # the full output is needed.
+    mean_BKGS1 = (grad_BKGSH * out_BNSH.unflatten(1, groups)).sum(-1, keepdim=True)
     grad_probs_BKGST = grad_BKGSH @ v_BKTH.unsqueeze(2).to(wide).transpose(-1, -2)
-    grad_scores_BKGST = probs_BKGST * (grad_probs_BKGST - common_BKGS1) / math.sqrt(q_BNSH.shape[-1])
+    grad_scores_BKGST = probs_BKGST * (grad_probs_BKGST - mean_BKGS1) / math.sqrt(q_BNSH.shape[-1])
     grad_q = (grad_scores_BKGST @ k_BKTH.unsqueeze(2).to(wide)).flatten(1, 2)
     grad_k = (grad_scores_BKGST.transpose(-1, -2) @ q_BNSH.unflatten(1, groups).to(wide)).sum(2)
     grad_v = (probs_BKGST.transpose(-1, -2) @ grad_BKGSH).sum(2)
@@ -84,35 +86,31 @@ def partial_attention_backward(
 
 
 def merge_(out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor, *, fused: bool) -> None:
-    """Attention over the keys of both parts, in place of the first; rounded to the dtypes of ``out`` and ``lse``.
-
-    Args:
-        fused: by the Triton kernel.
-    """
+    """Merge the second partial attention into the first, rounded to its dtypes; ``fused``: by the Triton kernel."""
     (attention_merge.merge_ if fused else attention_merge.reference_)(out_BNSH, lse_BNS, part_BNSH, part_lse_BNS)
 
 
 def _scores(q_BNSH: Tensor, k_BKTH: Tensor, *, causal: bool) -> Tensor:
-    """Scaled scores [B, K, N/K, S, T] in float32 or wider; -inf where a query must not look."""
+    """Scaled scores [B, K, G, S, T] in float32 or wider; -inf where a query must not look."""
     wide = torch.promote_types(q_BNSH.dtype, torch.float32)
     q_BKGSH = q_BNSH.unflatten(1, (k_BKTH.shape[1], -1)).to(wide)
     scores = q_BKGSH @ k_BKTH.unsqueeze(2).to(wide).transpose(-1, -2) / math.sqrt(q_BNSH.shape[-1])
     if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
+        is_visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~is_visible, -math.inf)
     return scores
 
 
-def _fit(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, kernel: AttentionKernel) -> tuple[Tensor, Tensor]:
-    """FlashAttention's operator wants a key for every query head; cuDNN's knows groups."""
+def _repeat_heads(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, kernel: AttentionKernel) -> tuple[Tensor, Tensor]:
+    """FlashAttention's operator wants a key head for every query head; cuDNN's knows groups."""
     group = q_BNSH.shape[1] // k_BKTH.shape[1]
     if kernel == "cudnn" or group == 1:
         return k_BKTH, v_BKTH
     return k_BKTH.repeat_interleave(group, dim=1), v_BKTH.repeat_interleave(group, dim=1)
 
 
-def _ungroup(grad_BNTH: Tensor, like_BKTH: Tensor) -> Tensor:
-    """Sum the gradients of copies of a key/value head."""
+def _sum_repeated(grad_BNTH: Tensor, like_BKTH: Tensor) -> Tensor:
+    """Sum the gradients of the copies of a key/value head."""
     if grad_BNTH.shape[1] == like_BKTH.shape[1]:
         return grad_BNTH
     return grad_BNTH.unflatten(1, (like_BKTH.shape[1], -1)).sum(2)

@@ -1,16 +1,15 @@
 """Two float8 copies of a matrix, one as it lies and one transposed, with their scales.
 
-A Hopper float8 product wants both operands contiguous along the summed dimension, so activations, gradients and weights
-are each needed twice. A compiler casts twice, and reads or computes the source again for the second; here one kernel
-reads a tile and writes it both ways.
+A float8 GEMM on Hopper wants both operands contiguous along the summed dimension, so activations, gradients and weights
+are each needed in both layouts. Inductor casts in two kernels and reads or recomputes the source for the second one:
+128 to 190 ms of a 3B model's step on an H200. One kernel that reads a tile and stores it both ways takes 26 to 44.
 
-A number is stored as x * scale, where scale = largest float8 / largest |x| of its row (rowwise), or of the whole
-(tensorwise). What a product needs is the inverse of the scale.
+A number is stored as x * scale, where scale = largest float8 number / amax, the largest |x| of its row (rowwise) or of
+the matrix (tensorwise). A GEMM needs the inverse scale. Finding the amax takes a pass of its own, 2 bytes a number;
+the tensorwise one may instead begin with row maxima by a plain PyTorch operator, which a compiler puts into the kernel
+that produces the matrix (norm, SwiGLU).
 
 Shapes: M rows, K columns. A source may have more dimensions, of which all but the last are rows.
-
-The largest numbers take a pass of their own, 2 bytes a number. That of the whole may also begin with those of the rows
-by a plain PyTorch operator, which a compiler puts into the kernel that makes the matrix (norm, SwiGLU).
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanyaml.kernels.triton_support import jit, operator, tl, wrap_triton
+from titanyaml.kernels.triton_support import ceil_div, jit, operator, tl, wrap_triton
 
 TILE_M, TILE_K, WARPS = 128, 64, 4  # the fastest of six on H200 for rowwise scales, 2 % off the fastest for tensorwise
 PARTS, PART_TILE, PART_WARPS = 512, 8192, 8  # four programs a multiprocessor, of bfloat16 16 KB each under way
-SMALLEST = 1e-12  # a maximum below it counts as this: no division by zero
+SMALLEST = 1e-12  # a smaller amax counts as this: no division by zero
 
 
-class Float8(NamedTuple):
-    """Row-major values, their inverse scale, and the same of the transpose; None: not asked for.
+class Float8Copies(NamedTuple):
+    """A row-major copy with its inverse scales, and the transposed one with its; None if it was not requested.
 
-    data_MK, data_KM: float8. inverse_M1, inverse_K1: float32, or [1, 1] where the scale is the whole matrix's.
+    data_MK, data_KM: float8. inverse_M1, inverse_K1: float32, or [1, 1] for one scale of the matrix.
     """
 
     data_MK: Tensor | None
@@ -39,21 +38,21 @@ class Float8(NamedTuple):
     inverse_K1: Tensor | None
 
 
-def largest(x: Tensor, *, rowwise: bool, fused: bool, where_made: bool = False) -> Tensor:
-    """The largest |x| that the scales are made of, float32.
+def compute_amax(x: Tensor, *, rowwise: bool, fused: bool, by_producer: bool = False) -> Tensor:
+    """The largest |x|, float32, from which scales are made.
 
     Args:
         x: contiguous, not empty, bfloat16 or float32. fused: the Triton kernels.
-        where_made: of the whole, those of the rows are left to a compiler, for the kernel that makes ``x``.
+        by_producer: leave tensorwise row maxima to a compiler, for the kernel that produces ``x``.
 
     Returns:
-        Of each row, then of each column, [M + K]; or of parts of the whole, [1, parts], as many as come.
-        What is not finite makes that of its row and column, or of the whole, not finite.
+        Rowwise: of each row, then of each column, [M + K]. Tensorwise: of parts of the matrix, [1, parts].
+        A value that is not finite makes the amax of its row and column, or of the matrix, not finite.
     """
     if not rowwise:
         if not fused:
             return x.abs().amax().float().view(1, 1)
-        return _partial_amax_operator(_matrix(x.abs().amax(-1, keepdim=True) if where_made else x))
+        return _partial_amax_operator(_matrix(x.abs().amax(-1, keepdim=True) if by_producer else x))
     if fused:
         return _amax_operator(_matrix(x))
     x_MK = x.flatten(0, -2)
@@ -62,53 +61,52 @@ def largest(x: Tensor, *, rowwise: bool, fused: bool, where_made: bool = False) 
 
 def float8_cast(
     x: Tensor,
-    largest: Tensor,
+    amax: Tensor,
     *,
     dtype: torch.dtype,
     power_of_2: bool,
     fused: bool,
-    straight: bool = True,
-    turned: bool = True,
-) -> Float8:
-    """Cast a matrix and its transpose.
+    row_major: bool = True,
+    transposed: bool = True,
+) -> Float8Copies:
+    """Cast a matrix and its transpose; ``fused`` or not, the results are equal to the bit.
 
     Args:
-        x: contiguous, not empty, bfloat16 or float32. largest: as from ``largest``: one scale for all, or one a row.
-        dtype: float8_e4m3fn or float8_e5m2. power_of_2: scales are rounded down to powers of two.
-        fused: the Triton kernel; else plain PyTorch.
-        straight, turned: which of the two copies are made.
+        x: contiguous, not empty, bfloat16 or float32. amax: from ``compute_amax``; decides between one scale and one
+            a row. dtype: float8_e4m3fn or float8_e5m2. power_of_2: round scales down to powers of two.
+        fused: the Triton kernel, else plain PyTorch. row_major, transposed: which copies are made.
 
     Returns:
-        Equal to the bit either way. What is not finite makes its row and column, or everything, NaN.
+        The copies. A value that is not finite makes its row and column, or everything, NaN.
     """
     if fused:
-        made = _cast_operator(_matrix(x), largest, dtype, power_of_2, straight, turned)
+        tensors = _cast_operator(_matrix(x), amax, dtype, power_of_2, row_major, transposed)
     else:
         x_MK = x.flatten(0, -2)
-        size = x_MK.shape[0]
-        whole = (largest.amax().view(1, 1),) * 2
-        rows, columns = whole if largest.ndim == 2 else (largest[:size, None], largest[size:, None])
-        made = [*_plain(x_MK, rows, dtype, power_of_2)] if straight else []
-        made += _plain(x_MK.t(), columns, dtype, power_of_2) if turned else ()
+        rows = x_MK.shape[0]
+        by_row = by_column = amax.amax().view(1, 1)
+        if amax.ndim == 1:
+            by_row, by_column = amax[:rows, None], amax[rows:, None]
+        tensors = [*_plain_cast(x_MK, by_row, dtype, power_of_2)] if row_major else []
+        tensors += _plain_cast(x_MK.t(), by_column, dtype, power_of_2) if transposed else ()
     nothing = (None, None)
-    return Float8(*(made[:2] if straight else nothing), *(made[-2:] if turned else nothing))
+    return Float8Copies(*(tensors[:2] if row_major else nothing), *(tensors[-2:] if transposed else nothing))
 
 
-def _plain(x: Tensor, largest: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """One float8 copy, contiguous, and the inverse scale, given the largest absolute values (broadcast against x)."""
-    # a true division: a number divided by a tensor is multiplied by a rounded reciprocal
-    top = torch.full_like(largest, torch.finfo(dtype).max)
-    scale = top / largest.clamp(min=SMALLEST)
+def _plain_cast(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
+    """One float8 copy, contiguous, and its inverse scale; ``amax`` is broadcast against x."""
+    # a true division, as in the kernel: a number divided by a tensor is multiplied by a rounded reciprocal
+    scale = torch.full_like(amax, torch.finfo(dtype).max) / amax.clamp(min=SMALLEST)
     if power_of_2:
-        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # the exponent alone
     return (x.float() * scale).to(dtype).contiguous(), torch.ones_like(scale) / scale
 
 
 def _matrix(x: Tensor) -> Tensor:
     """A contiguous tensor as [M, K].
 
-    By ``as_strided``, for which a compiler puts it into memory: of any other view, not computed yet, every kernel that
-    reads it would get a copy of its own (Inductor, torch 2.11).
+    By ``as_strided``, which makes a compiler write x to memory once. With any other view of a value that is not
+    computed yet, every kernel that reads it would get a copy of its own (Inductor, torch 2.11).
     """
     columns = x.shape[-1]
     return x.as_strided((x.numel() // columns, columns), (columns, 1))
@@ -116,154 +114,154 @@ def _matrix(x: Tensor) -> Tensor:
 
 def _grid(rows: int, columns: int) -> tuple[int, int]:
     """Programs by columns and rows. Neighbours in a row follow each other: they share cache lines."""
-    return -(-columns // TILE_K), -(-rows // TILE_M)
+    return ceil_div(columns, TILE_K), ceil_div(rows, TILE_M)
 
 
-def _largest(x: Tensor) -> Tensor:
+def _amax(x: Tensor) -> Tensor:
     rows, columns = x.shape
-    # from some of the numbers, not from zeros: a compiler would make equal zeros once, and copy them for every call
-    found = torch.cat((x[:, 0], x[0])).abs().float()
-    wrap_triton(float8_largest_kernel)[_grid(rows, columns)](
-        x, found, rows, columns, TILE_M=TILE_M, TILE_K=TILE_K, num_warps=WARPS
-    )
-    return found
+    # Start values from the numbers themselves, not zeros: a compiler makes equal zeros once and copies them each time.
+    amax = torch.cat((x[:, 0], x[0])).abs().float()
+    tile = {"TILE_M": TILE_M, "TILE_K": TILE_K, "num_warps": WARPS}
+    wrap_triton(float8_amax_kernel)[_grid(rows, columns)](x, amax, rows, columns, **tile)
+    return amax
 
 
-def _parts(x: Tensor) -> Tensor:
-    found = _empty_parts(x)
-    parts, size = found.numel(), x.numel()
-    turns = -(-size // (PART_TILE * parts))
-    wrap_triton(float8_parts_kernel)[(parts,)](x, found, size, TURNS=turns, TILE=PART_TILE, num_warps=PART_WARPS)
-    return found
+def _empty_amax(x: Tensor) -> Tensor:
+    return x.new_empty(sum(x.shape), dtype=torch.float32)
+
+
+def _partial_amax(x: Tensor) -> Tensor:
+    amax, size = _empty_partial_amax(x), x.numel()
+    parts = amax.numel()
+    turns = ceil_div(size, PART_TILE * parts)
+    wrap_triton(float8_partial_amax_kernel)[(parts,)](x, amax, size, TURNS=turns, TILE=PART_TILE, num_warps=PART_WARPS)
+    return amax
+
+
+def _empty_partial_amax(x: Tensor) -> Tensor:
+    # a power of two, since one Triton range reads them all
+    parts = min(PARTS, 1 << (ceil_div(x.numel(), PART_TILE).bit_length() - 1))
+    return x.new_empty((1, parts), dtype=torch.float32)
 
 
 def _cast(
-    x: Tensor, largest: Tensor, dtype: torch.dtype, power_of_2: bool, straight: bool, turned: bool
+    x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool, row_major: bool, transposed: bool
 ) -> list[Tensor]:
-    made = _empty(x, largest, dtype, power_of_2, straight, turned)
+    tensors = _empty_cast(x, amax, dtype, power_of_2, row_major, transposed)
     rows, columns = x.shape
-    unread = (x, x)  # for a copy that is not made
+    unused = (x, x)  # a kernel takes no None
+    outputs = *(tensors[:2] if row_major else unused), *(tensors[-2:] if transposed else unused)
     wrap_triton(float8_cast_kernel)[_grid(rows, columns)](
         x,
-        largest,
-        *(made[:2] if straight else unread),
-        *(made[-2:] if turned else unread),
+        amax,
+        *outputs,
         rows,
         columns,
-        PARTS=0 if largest.ndim == 1 else largest.numel(),
+        PARTS=0 if amax.ndim == 1 else amax.numel(),
         TOP=torch.finfo(dtype).max,
         SMALLEST=SMALLEST,
         POWER_OF_2=power_of_2,
-        STRAIGHT=straight,
-        TURNED=turned,
+        ROW_MAJOR=row_major,
+        TRANSPOSED=transposed,
         TILE_M=TILE_M,
         TILE_K=TILE_K,
         num_warps=WARPS,
     )
-    return made
+    return tensors
 
 
-def _empty_largest(x: Tensor) -> Tensor:
-    return x.new_empty(sum(x.shape), dtype=torch.float32)
-
-
-def _empty_parts(x: Tensor) -> Tensor:
-    tiles = -(-x.numel() // PART_TILE)
-    return x.new_empty((1, min(PARTS, 1 << (tiles.bit_length() - 1))), dtype=torch.float32)
-
-
-def _empty(
-    x: Tensor, largest: Tensor, dtype: torch.dtype, power_of_2: bool, straight: bool, turned: bool
+def _empty_cast(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool, row_major: bool, transposed: bool
 ) -> list[Tensor]:
-    rows, columns = x.shape
-    made = []
-    for wanted, shape in ((straight, (rows, columns)), (turned, (columns, rows))):
-        if wanted:
-            made.append(x.new_empty(shape, dtype=dtype))
-            made.append(x.new_empty((shape[0] if largest.ndim == 1 else 1, 1), dtype=torch.float32))
-    return made
+    (rows, columns), tensors = x.shape, []
+    for shape, is_requested in (((rows, columns), row_major), ((columns, rows), transposed)):
+        if not is_requested:
+            continue
+        # one scale is [1, 1]: an output without dimensions would first be filled by a kernel (Inductor, torch 2.11)
+        num_scales = shape[0] if amax.ndim == 1 else 1
+        tensors += [x.new_empty(shape, dtype=dtype), x.new_empty((num_scales, 1), dtype=torch.float32)]
+    return tensors
 
 
 @jit
-def float8_largest_kernel(x_ptr, largest_ptr, rows, columns, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+def float8_amax_kernel(x_ptr, amax_ptr, rows, columns, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     """Largest |x| of every row, then of every column."""
     row = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
     column = tl.program_id(0) * TILE_K + tl.arange(0, TILE_K)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     x = tl.load(x_ptr + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
-    # maxima as the bits of float32: those of numbers >= 0 are in the order of the numbers, and those of infinity and
-    # NaN are above any: what is not finite must win
+    # Maxima of the float32 bits: those of numbers >= 0 are in the order of the numbers, and infinity and NaN are above
+    # all. So an integer atomic serves, and a value that is not finite wins.
     bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
-    bits_ptr = largest_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.atomic_max(bits_ptr + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
     tl.atomic_max(bits_ptr + rows + column, tl.max(bits, 0), mask=column < columns, sem="relaxed")
 
 
 @jit
-def float8_parts_kernel(x_ptr, largest_ptr, size, TURNS: tl.constexpr, TILE: tl.constexpr):
-    """Largest |x| of TURNS tiles, for each program. Who needs the whole's reads all: no atomics and no start value."""
-    place = tl.arange(0, TILE)
+def float8_partial_amax_kernel(x_ptr, amax_ptr, size, TURNS: tl.constexpr, TILE: tl.constexpr):
+    """Largest |x| of TURNS tiles, for each program. The cast reads them all: no atomics and no start value."""
+    lanes = tl.arange(0, TILE)
     bits = tl.zeros([TILE], tl.int32)
     for turn in range(0, TURNS):
         start = (turn * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * TILE
-        x = tl.load(x_ptr + start + place, mask=place < size - start, other=0.0)
+        x = tl.load(x_ptr + start + lanes, mask=lanes < size - start, other=0.0)
         bits = tl.maximum(bits, tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True))  # as bits: see above
-    tl.store(largest_ptr + tl.program_id(0), tl.max(bits, 0).to(tl.float32, bitcast=True))
+    tl.store(amax_ptr + tl.program_id(0), tl.max(bits, 0).to(tl.float32, bitcast=True))
 
 
 @jit
-def scale_of(largest, TOP: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr):
-    # a comparison, not a maximum: NaN stays
-    largest = tl.where(largest < SMALLEST, SMALLEST, largest)
-    scale = tl.div_rn(TOP, largest)
-    if POWER_OF_2:
+def scale_of(amax, TOP: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr):
+    amax = tl.where(amax < SMALLEST, SMALLEST, amax)  # a comparison, not a maximum: NaN stays
+    scale = tl.div_rn(TOP, amax)
+    if POWER_OF_2:  # scaling by one never rounds
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale
 
 
 @jit
 def float8_cast_kernel(
-    x_ptr, largest_ptr, data_ptr, inverse_ptr, turned_ptr, turned_inverse_ptr, rows, columns, PARTS: tl.constexpr,
-    TOP: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr, STRAIGHT: tl.constexpr, TURNED: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+    x_ptr, amax_ptr, data_ptr, inverse_ptr, transposed_ptr, transposed_inverse_ptr, rows, columns, PARTS: tl.constexpr,
+    TOP: tl.constexpr, SMALLEST: tl.constexpr, POWER_OF_2: tl.constexpr, ROW_MAJOR: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile and its transpose, or one of them. PARTS: how many maxima the whole has; 0: scales by row and column."""
+    """A tile and its transpose, or one of them. PARTS: how many maxima the matrix has; 0: scales by row and column."""
     row = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
     column = tl.program_id(0) * TILE_K + tl.arange(0, TILE_K)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None].to(tl.int64) * columns + column[None, :]
-    turned_place = column[:, None].to(tl.int64) * rows + row[None, :]
-    turned_inside = (column < columns)[:, None] & (row < rows)[None, :]
-    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    offsets = row[:, None].to(tl.int64) * columns + column[None, :]
+    transposed_offsets = column[:, None].to(tl.int64) * rows + row[None, :]
+    transposed_inside = (column < columns)[:, None] & (row < rows)[None, :]
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if PARTS == 0:
-        if STRAIGHT:
-            by_row = scale_of(tl.load(largest_ptr + row, mask=row < rows, other=1.0), TOP, SMALLEST, POWER_OF_2)
-            tl.store(data_ptr + place, (x * by_row[:, None]).to(data_ptr.dtype.element_ty), mask=inside)
+        if ROW_MAJOR:
+            by_row = scale_of(tl.load(amax_ptr + row, mask=row < rows, other=1.0), TOP, SMALLEST, POWER_OF_2)
+            tl.store(data_ptr + offsets, (x * by_row[:, None]).to(data_ptr.dtype.element_ty), mask=inside)
             if tl.program_id(0) == 0:
                 tl.store(inverse_ptr + row, tl.div_rn(1.0, by_row), mask=row < rows)
-        if TURNED:
-            by_column = tl.load(largest_ptr + rows + column, mask=column < columns, other=1.0)
+        if TRANSPOSED:
+            by_column = tl.load(amax_ptr + rows + column, mask=column < columns, other=1.0)
             by_column = scale_of(by_column, TOP, SMALLEST, POWER_OF_2)
-            turned = (x * by_column[None, :]).to(turned_ptr.dtype.element_ty)
-            tl.store(turned_ptr + turned_place, tl.trans(turned), mask=turned_inside)
+            tile = (x * by_column[None, :]).to(transposed_ptr.dtype.element_ty)
+            tl.store(transposed_ptr + transposed_offsets, tl.trans(tile), mask=transposed_inside)
             if tl.program_id(1) == 0:
-                tl.store(turned_inverse_ptr + column, tl.div_rn(1.0, by_column), mask=column < columns)
+                tl.store(transposed_inverse_ptr + column, tl.div_rn(1.0, by_column), mask=column < columns)
     else:
-        bits = tl.load(largest_ptr + tl.arange(0, PARTS)).to(tl.int32, bitcast=True)
+        bits = tl.load(amax_ptr + tl.arange(0, PARTS)).to(tl.int32, bitcast=True)
         scale = scale_of(tl.max(bits, 0).to(tl.float32, bitcast=True), TOP, SMALLEST, POWER_OF_2)
-        first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-        if STRAIGHT:
-            tl.store(data_ptr + place, (x * scale).to(data_ptr.dtype.element_ty), mask=inside)
-            if first:
+        is_first_program = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        if ROW_MAJOR:
+            tl.store(data_ptr + offsets, (x * scale).to(data_ptr.dtype.element_ty), mask=inside)
+            if is_first_program:
                 tl.store(inverse_ptr, tl.div_rn(1.0, scale))
-        if TURNED:
-            turned = (x * scale).to(turned_ptr.dtype.element_ty)
-            tl.store(turned_ptr + turned_place, tl.trans(turned), mask=turned_inside)
-            if first:
-                tl.store(turned_inverse_ptr, tl.div_rn(1.0, scale))
+        if TRANSPOSED:
+            tile = (x * scale).to(transposed_ptr.dtype.element_ty)
+            tl.store(transposed_ptr + transposed_offsets, tl.trans(tile), mask=transposed_inside)
+            if is_first_program:
+                tl.store(transposed_inverse_ptr, tl.div_rn(1.0, scale))
 
 
-# behind the kernels, whose source is a part of what compiled code is cached by
-_amax_operator = operator("titanyaml::float8_amax", _largest, _empty_largest)
-_partial_amax_operator = operator("titanyaml::float8_partial_amax", _parts, _empty_parts)
-_cast_operator = operator("titanyaml::float8_cast", _cast, _empty)
+# behind the kernels, whose source is part of the key by which compiled code is cached
+_amax_operator = operator("titanyaml::float8_amax", _amax, _empty_amax)
+_partial_amax_operator = operator("titanyaml::float8_partial_amax", _partial_amax, _empty_partial_amax)
+_cast_operator = operator("titanyaml::float8_cast", _cast, _empty_cast)

@@ -1,7 +1,7 @@
-"""Shards of many weights cast to float8 by two launches, each at the scale of its whole weight.
+"""Shards of many weights cast to float8 by two launches, each at the scale of its full weight.
 
-Between the two stands what the ranks must agree on: one maximum a weight. A model has hundreds of shards, and a host
-takes longer to launch a kernel for each than a GPU to run it; so a kernel finds them all, by a table of addresses.
+Between the two the ranks agree on one amax a weight. A model has hundreds of shards, and the host takes longer to
+launch a kernel for each than a GPU to run it. So one kernel handles them all, by a table of addresses.
 """
 
 from __future__ import annotations
@@ -12,109 +12,105 @@ import torch
 from torch import Tensor
 
 from titanyaml.kernels.float8_cast import SMALLEST, float8_cast, scale_of
-from titanyaml.kernels.triton_support import jit, tl
+from titanyaml.kernels.triton_support import ceil_div, jit, tl
 
 E4M3 = torch.float8_e4m3fn
-PROGRAMS, TILE, WARPS = 256, 4096, 8  # programs a shard at most, and numbers that each takes at once
+PROGRAMS, TILE, WARPS = 256, 4096, 8  # programs a shard at most, and elements that each takes at once
 
 
 class Float8Shards:
-    """The float8 copies of some tensors, and their inverse scales; they keep their memory from cast to cast.
+    """The float8 copies of some tensors, and their inverse scales, in memory that is reused by every cast.
 
     Args:
-        sources: contiguous, float32, of a multiple of 16 numbers, on one device. None may be empty.
-        dtype: float32 or bfloat16: the sources count as rounded to it, maxima included.
-        fused: the Triton kernels; else plain PyTorch.
+        sources: contiguous, float32, not empty, of a multiple of 16 elements, on one device.
+        dtype: float32 or bfloat16: sources count as rounded to it, their amax included.
+        fused: the Triton kernels, else plain PyTorch.
     """
 
     def __init__(self, sources: Sequence[Tensor], *, dtype: torch.dtype, fused: bool) -> None:
         assert all(s.is_contiguous() and s.numel() and s.numel() % 16 == 0 for s in sources)
         self.sources, self.dtype, self.fused = list(sources), dtype, fused
         self.data = [torch.empty_like(source, dtype=E4M3) for source in sources]
-        # 16 bytes each: a compiler copies what is aligned worse than what it has seen
+        # 16 bytes each: Inductor copies an input that is aligned otherwise than the one it compiled for
         self.inverses = list(sources[0].new_empty((len(sources), 1, 4), dtype=torch.float32)[:, :, :1])
         if fused:
             assert all(source.data_ptr() % 16 == 0 for source in sources), "the kernels read 16 bytes at once"
-            rows = [
-                [t.data_ptr() for t in sources],
-                [t.data_ptr() for t in self.data],
-                [t.data_ptr() for t in self.inverses],
-                [t.numel() for t in sources],
-            ]
-            self.table = torch.tensor(rows, device=sources[0].device)
+            rows = [[t.data_ptr() for t in tensors] for tensors in (self.sources, self.data, self.inverses)]
+            self.table = torch.tensor([*rows, [t.numel() for t in sources]], device=sources[0].device)
 
     @property
     def _programs(self) -> int:
-        return min(PROGRAMS, -(-max(source.numel() for source in self.sources) // TILE))
+        return min(PROGRAMS, ceil_div(max(source.numel() for source in self.sources), TILE))
 
-    def largest(self) -> Tensor:
-        """The largest |x| of each source: float32 as its bits, int32. They are in the order of the numbers >= 0, and
-        those of NaN are above any: whoever takes a maximum of them loses nothing."""
+    def amax(self) -> Tensor:
+        """The largest |x| of each source, as the int32 bits of float32.
+
+        Bits of numbers >= 0 are in the order of the numbers and those of NaN above all: a maximum over ranks, which may
+        lose a NaN among floats, loses nothing.
+        """
         if not self.fused:
             return torch.stack([source.abs().amax().float() for source in self.sources]).view(torch.int32)
-        found = self.table.new_empty((len(self.sources), self._programs), dtype=torch.int32)
-        shards_largest_kernel[(self._programs, len(self.sources))](
-            self.table, self.sources[0], found, len(self.sources), TILE=TILE, num_warps=WARPS
-        )
-        return found.amax(1)
+        count, programs = len(self.sources), self._programs
+        partial = self.table.new_empty((count, programs), dtype=torch.int32)
+        launch = shards_amax_kernel[(programs, count)]
+        launch(self.table, self.sources[0], partial, count, TILE=TILE, num_warps=WARPS)
+        return partial.amax(1)
 
-    def cast(self, largest: Tensor) -> None:
-        """Fill ``data`` and ``inverses``, given the maxima of the whole weights."""
+    def cast(self, amax: Tensor) -> None:
+        """Fill ``data`` and ``inverses``. amax: as ``amax`` returned it, of the full weights."""
         if self.fused:
-            shards_cast_kernel[(self._programs, len(self.sources))](
-                self.table,
-                self.sources[0],
-                self.data[0],
-                largest,
-                len(self.sources),
-                TILE=TILE,
-                SMALLEST=SMALLEST,
-                TOP=torch.finfo(E4M3).max,
-                BFLOAT16=self.dtype == torch.bfloat16,
-                num_warps=WARPS,
-            )
+            count, top = len(self.sources), torch.finfo(E4M3).max
+            constants = {"TILE": TILE, "SMALLEST": SMALLEST, "TOP": top, "BFLOAT16": self.dtype == torch.bfloat16}
+            launch = shards_cast_kernel[(self._programs, count)]
+            launch(self.table, self.sources[0], self.data[0], amax, count, **constants, num_warps=WARPS)
             return
-        wholes = largest.view(torch.float32).to(self.dtype).float().view(-1, 1, 1)
-        for source, whole, data, inverse in zip(self.sources, wholes, self.data, self.inverses, strict=True):
-            made = float8_cast(source.to(self.dtype), whole, dtype=E4M3, power_of_2=False, fused=False, turned=False)
-            data.copy_(made.data_MK)
-            inverse.copy_(made.inverse_M1)
+        amaxes = amax.view(torch.float32).to(self.dtype).float().view(-1, 1, 1)
+        for source, source_amax, data, inverse in zip(self.sources, amaxes, self.data, self.inverses, strict=True):
+            rounded = source.to(self.dtype)
+            copies = float8_cast(rounded, source_amax, dtype=E4M3, power_of_2=False, fused=False, transposed=False)
+            assert copies.data_MK is not None and copies.inverse_M1 is not None
+            data.copy_(copies.data_MK)
+            inverse.copy_(copies.inverse_M1)
+
+
+# ``like_ptr`` and ``data_like_ptr`` carry the types of what the table points to: an address is only an integer.
+# ``multiple_of`` tells Triton of the alignment, without which it would not load 16 bytes at once.
 
 
 @jit
-def shards_largest_kernel(table_ptr, like_ptr, largest_ptr, count, TILE: tl.constexpr):
-    """The largest |x| of a program's tiles of a shard, as bits; a shard's stand beside each other."""
+def shards_amax_kernel(table_ptr, like_ptr, amax_ptr, count, TILE: tl.constexpr):
+    """The largest |x| of a program's tiles of a shard, as bits; those of one shard lie beside each other."""
     shard = tl.program_id(1)
     x_ptr = tl.multiple_of(tl.load(table_ptr + shard).to(like_ptr.dtype), 16)
     size = tl.multiple_of(tl.load(table_ptr + 3 * count + shard), 16)
     bits = tl.zeros([TILE], tl.int32)
     for start in range(tl.program_id(0) * TILE, size, tl.num_programs(0) * TILE):
-        place = start + tl.arange(0, TILE)
-        x = tl.load(x_ptr + place, mask=place < size, other=0.0)
+        offsets = start + tl.arange(0, TILE)
+        x = tl.load(x_ptr + offsets, mask=offsets < size, other=0.0)
         bits = tl.maximum(bits, tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True))
-    tl.store(largest_ptr + shard * tl.num_programs(0) + tl.program_id(0), tl.max(bits, 0))
+    tl.store(amax_ptr + shard * tl.num_programs(0) + tl.program_id(0), tl.max(bits, 0))
 
 
 @jit
 def shards_cast_kernel(
-    table_ptr, like_ptr, made_ptr, largest_ptr, count, TILE: tl.constexpr, SMALLEST: tl.constexpr, TOP: tl.constexpr,
+    table_ptr, like_ptr, data_like_ptr, amax_ptr, count, TILE: tl.constexpr, SMALLEST: tl.constexpr, TOP: tl.constexpr,
     BFLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """A program's tiles of a shard; ``like_ptr`` and ``made_ptr`` tell the types of what the table points to."""
+    """Cast a program's tiles of a shard."""
     shard = tl.program_id(1)
     x_ptr = tl.multiple_of(tl.load(table_ptr + shard).to(like_ptr.dtype), 16)
-    data_ptr = tl.multiple_of(tl.load(table_ptr + count + shard).to(made_ptr.dtype), 16)
+    data_ptr = tl.multiple_of(tl.load(table_ptr + count + shard).to(data_like_ptr.dtype), 16)
     size = tl.multiple_of(tl.load(table_ptr + 3 * count + shard), 16)
-    whole = tl.load(largest_ptr + shard).to(tl.float32, bitcast=True)
-    if BFLOAT16:
-        whole = whole.to(tl.bfloat16).to(tl.float32)
-    scale = scale_of(whole, TOP, SMALLEST, False)
+    amax = tl.load(amax_ptr + shard).to(tl.float32, bitcast=True)
+    if BFLOAT16:  # rounding is monotone: the rounded amax is the amax of rounded numbers
+        amax = amax.to(tl.bfloat16).to(tl.float32)
+    scale = scale_of(amax, TOP, SMALLEST, False)
     if tl.program_id(0) == 0:
         inverse_ptr = tl.load(table_ptr + 2 * count + shard).to(tl.pointer_type(tl.float32))
         tl.store(inverse_ptr, tl.div_rn(1.0, scale))
     for start in range(tl.program_id(0) * TILE, size, tl.num_programs(0) * TILE):
-        place = start + tl.arange(0, TILE)
-        x = tl.load(x_ptr + place, mask=place < size, other=0.0).to(tl.float32)
+        offsets = start + tl.arange(0, TILE)
+        x = tl.load(x_ptr + offsets, mask=offsets < size, other=0.0).to(tl.float32)
         if BFLOAT16:
             x = x.to(tl.bfloat16).to(tl.float32)
-        tl.store(data_ptr + place, (x * scale).to(data_ptr.dtype.element_ty), mask=place < size)
+        tl.store(data_ptr + offsets, (x * scale).to(data_ptr.dtype.element_ty), mask=offsets < size)

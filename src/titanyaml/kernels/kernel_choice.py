@@ -1,4 +1,4 @@
-"""Which set of kernels a run gets: its own Triton ones or those of plain PyTorch."""
+"""Which kernels a run gets: its own Triton ones, or those of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from titanyaml.kernels import triton_support
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """fused: whether the Triton kernels run. reason: why, in words for the log."""
+    """Whether the Triton kernels run, and why, in words for the log."""
 
     fused: bool
     reason: str
 
 
 def choose_kernels(name: str, *, device: torch.device, dtype: torch.dtype) -> KernelChoice:
-    """What ``kernels.name`` means here.
-
-    Args:
-        name: auto, torch or fused. device, dtype: where and in what the model computes.
+    """Resolve ``kernels.name`` (auto, torch or fused) for the device and compute dtype of this run.
 
     Raises:
-        ConfigError: fused kernels are wanted, and cannot run here.
+        ConfigError: fused kernels were requested and cannot run here.
     """
     if name == "torch":
         return KernelChoice(False, "kernels=torch")
@@ -36,9 +33,10 @@ def choose_kernels(name: str, *, device: torch.device, dtype: torch.dtype) -> Ke
 
 
 def _missing(device: torch.device, dtype: torch.dtype) -> str:
-    """What the fused kernels lack here; empty where they run."""
+    """What keeps the fused kernels from running; empty if they run."""
     if device.type != "cuda":
         return f"computing on {device.type}"
     if triton_support.triton is None:
         return "triton cannot be imported"
+    # the kernels compute in float32
     return "computing in float64" if dtype == torch.float64 else ""
