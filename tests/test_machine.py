@@ -49,9 +49,9 @@ def test_a_machine_without_gpus_has_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_the_description_has_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hunter2")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    said = machine.describe()
-    assert said["packages"]["hydra-core"].startswith("1.3")
-    assert said["variables"]["NCCL_DEBUG"] == "WARN" and "HF_TOKEN" not in said["variables"]
+    description = machine.describe()
+    assert description["packages"]["hydra-core"].startswith("1.3")
+    assert description["variables"]["NCCL_DEBUG"] == "WARN" and "HF_TOKEN" not in description["variables"]
 
 
 def test_git_state_is_that_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,30 +33,30 @@ def owner(path: Path) -> subprocess.Popen:
 
 
 def test_a_living_owner_is_respected_and_a_dead_one_replaced_at_once(tmp_path: Path) -> None:
-    other = owner(tmp_path)
+    owner_process = owner(tmp_path)
     run = RunDir(tmp_path)
     try:
         with pytest.raises(LaunchError) as refused:
             run.claim()
-        assert str(other.pid) in str(refused.value) and "run.id" in refused.value.hint
+        assert str(owner_process.pid) in str(refused.value) and "run.id" in refused.value.hint
         assert refused.value.exit_code == EXIT_FAILED
-        assert run.owner()["pid"] == other.pid
+        assert run.owner()["pid"] == owner_process.pid
     finally:
-        other.kill()
-        other.wait()
+        owner_process.kill()
+        owner_process.wait()
     assert run.owner() is None
     assert run.claim() == 2
     run.release()
 
 
 def test_a_killed_but_unreaped_owner_is_dead(tmp_path: Path) -> None:
-    other = owner(tmp_path)
-    other.kill()
-    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, still in the process table
+    owner_process = owner(tmp_path)
+    owner_process.kill()
+    os.waitid(os.P_PID, owner_process.pid, os.WEXITED | os.WNOWAIT)  # dead, still in the process table
     run = RunDir(tmp_path)
     assert run.claim() == 2
     run.release()
-    other.wait()
+    owner_process.wait()
 
 
 def test_another_process_with_the_owners_number_is_not_the_owner(tmp_path: Path) -> None:

@@ -1,42 +1,40 @@
-"""Every failure a user can meet: one class a kind, each with its exit code.
+"""Every failure a user can meet: one class for each kind, with its exit code.
 
-A message says what is wrong and what was got; ``key`` names the configuration key, ``hint`` what to type instead.
+A message says what is wrong and what the value is; ``key`` names the configuration key, ``hint`` what to type instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+# Scripts and schedulers read these: a number never changes its meaning. docs/configuration.md lists them.
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_DATA = 3
 EXIT_NON_FINITE = 4
-EXIT_PREEMPTED = 75
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command again may succeed
 
 
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with a configuration.
 
-    Args:
-        key: dotted key, e.g. ``optim.lr``.
-        message: what is wrong, including the offending value.
-        allowed: the legal values, in words.
-        hint: what to type instead.
-        where: the file or override that holds the value.
+    key: dotted, e.g. ``optim.lr``. message: with the wrong value. allowed: the legal values, in words. hint: what to type
+    instead. origin: the file or override that holds the value.
     """
 
     key: str
     message: str
     allowed: str = ""
     hint: str = ""
-    where: str = ""
+    origin: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.key}: {self.message}" if self.key else self.message]
-        for label, text in (("allowed", self.allowed), ("try", self.hint), ("from", self.where)):
+        for label, text in (("allowed", self.allowed), ("try", self.hint), ("from", self.origin)):
             if text:
                 lines.append(f"    {label}: {text}")
         return "\n".join(lines)
@@ -55,12 +53,12 @@ class TitanError(Exception):
         head = f"{self.key}: {self.message}" if self.key else self.message
         return f"{head}\n    try: {self.hint}" if self.hint else head
 
-    def __reduce__(self):
-        # keyword-only arguments are lost by the default pickling, and errors cross process borders
-        return (_rebuild, (type(self), self.__dict__.copy(), self.args))
+    def __reduce__(self) -> tuple[Any, ...]:
+        # default pickling loses keyword-only arguments, and errors travel between ranks
+        return _rebuild, (type(self), self.__dict__.copy(), self.args)
 
 
-def _rebuild(cls: type, state: dict, args: tuple) -> TitanError:
+def _rebuild(cls: type[TitanError], state: dict[str, Any], args: tuple[Any, ...]) -> TitanError:
     error = cls.__new__(cls)
     error.args = args
     error.__dict__.update(state)
@@ -96,7 +94,7 @@ class PipelineError(ProblemsError):
 
 
 class LaunchError(TitanError):
-    """Ranks cannot be started as asked (exit 2), or a rank failed (its own exit code)."""
+    """Ranks cannot be started as configured (exit 2), or a rank failed (its own exit code)."""
 
     def __init__(self, message: str, *, key: str = "", hint: str = "", exit_code: int = EXIT_CONFIG) -> None:
         super().__init__(message, key=key, hint=hint)

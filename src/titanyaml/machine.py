@@ -1,4 +1,4 @@
-"""What this machine is and runs, found out without importing torch."""
+"""Facts of this machine, without importing torch: cores, GPUs, versions, git state."""
 
 from __future__ import annotations
 
@@ -13,48 +13,29 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = (
-    "titanyaml",
-    "torch",
-    "torchao",
-    "triton",
-    "hydra-core",
-    "omegaconf",
-    "numpy",
-    "datasets",
-    "sentencepiece",
-    "tokenizers",
-    "safetensors",
-    "aim",
-)
-_VARIABLES = (
-    "CUDA_",
-    "NCCL_",
-    "TORCH",
-    "PYTORCH_",
-    "GLOO_",
-    "OMP_",
-    "MKL_",
-    "SLURM_",
-    "TITANYAML_",
-    "HF_",
-    "PYTHONHASHSEED",
-)
+_FRAMEWORK = ("titanyaml", "torch", "torchao", "triton", "hydra-core", "omegaconf", "numpy")
+#: Packages whose version is recorded with every run.
+_PACKAGES = (*_FRAMEWORK, "datasets", "sentencepiece", "tokenizers", "safetensors", "aim")
+_LIBRARY_VARIABLES = ("CUDA_", "NCCL_", "TORCH", "PYTORCH_", "GLOO_", "OMP_", "MKL_")
+#: Prefixes of environment variables that change what a run does. Names that may hold a secret are left out.
+_VARIABLES = (*_LIBRARY_VARIABLES, "SLURM_", "TITANYAML_", "HF_", "PYTHONHASHSEED")
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "JWT")
 
 
 def gpus() -> list[str]:
     """The GPUs that a process started here would see, by name or number; empty on a CPU machine."""
-    present = _nvidia_smi() or _proc_nvidia()
+    # nvidia-smi first: inside a container /proc may list GPUs of the host that the container does not have
+    program = shutil.which("nvidia-smi")
+    present = list(_list_gpus(program) if program else ()) or _proc_nvidia()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present
-    chosen: list[str] = []
-    for name in (part.strip() for part in visible.split(",")):
-        if not name or name == "-1" or (name.isdigit() and int(name) >= len(present)):
+    names: list[str] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if not entry or entry == "-1" or (entry.isdigit() and int(entry) >= len(present)):
             break  # CUDA itself ignores everything from the first bad entry on
-        chosen.append(present[int(name)] if name.isdigit() else name)
-    return chosen
+        names.append(present[int(entry)] if entry.isdigit() else entry)
+    return names
 
 
 def _proc_nvidia() -> list[str]:
@@ -62,26 +43,24 @@ def _proc_nvidia() -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-def _nvidia_smi() -> list[str]:
-    # asked first: inside a container /proc may list GPUs of the host that the container does not have
-    program = shutil.which("nvidia-smi")
-    return [] if program is None else list(_listed_by(program))
-
-
-@functools.cache
-def _listed_by(program: str) -> tuple[str, ...]:
-    """The GPUs that ``nvidia-smi -L`` lists. Asked once: rules ask fifteen times, and where no daemon keeps the driver
-    awake each call takes seconds."""
-    try:
-        answer = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    lines = answer.stdout.splitlines() if answer.returncode == 0 else []
+@functools.cache  # rules need it fifteen times, and without a daemon that keeps the driver awake a call takes seconds
+def _list_gpus(program: str) -> tuple[str, ...]:
+    """Names that ``nvidia-smi -L`` lists."""
+    lines = _output_of(program, "-L", timeout_s=20).splitlines()
     return tuple(line.partition(": ")[2].partition(" (UUID")[0] for line in lines if line.startswith("GPU "))
 
 
+def _output_of(*command: str, timeout_s: float) -> str:
+    """What the program printed; empty if it failed or did not end in time."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
 def process_age_s() -> float:
-    """Seconds since this process began; where the system does not tell, the processor time that it has used."""
+    """Seconds since this process began; without /proc, the processor time that it has used."""
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22: since boot
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -92,15 +71,16 @@ def process_age_s() -> float:
 
 def cores() -> int:
     """CPU cores that this process may use."""
+    # the affinity is what a container or a job scheduler grants; os.cpu_count() is the whole host
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """What the CPU calls itself, else its architecture."""
+    """Model name of the CPU, else its architecture."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(errors="replace") if info.is_file() else ""
-    named = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return named[0] if named else platform.machine()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def describe() -> dict[str, Any]:
@@ -130,15 +110,9 @@ def _version(package: str) -> str | None:
 
 
 def _git() -> dict[str, Any] | None:
-    commit = _git_says("rev-parse", "HEAD")
+    """Commit of the working directory, and whether tracked files differ from it; None outside a repository."""
+    commit = _output_of("git", "rev-parse", "HEAD", timeout_s=10)
     if not commit:
         return None
-    return {"commit": commit, "dirty": bool(_git_says("status", "--porcelain", "--untracked-files=no"))}
-
-
-def _git_says(*arguments: str) -> str:
-    try:
-        answer = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout.strip() if answer.returncode == 0 else ""
+    changed_files = _output_of("git", "status", "--porcelain", "--untracked-files=no", timeout_s=10)
+    return {"commit": commit, "dirty": bool(changed_files)}

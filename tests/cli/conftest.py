@@ -18,8 +18,8 @@ SPY = "import sys; from titanyaml.cli import main\ntry: main()\nfinally: print('
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a child: nothing of a torchrun around pytest."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return kept | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | extra
+    outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return outer | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"} | extra
 
 
 Cli = Callable[..., subprocess.CompletedProcess]

@@ -31,38 +31,38 @@ from .helpers import starts, status, steps, wait_for
 def test_looking_and_refusing_import_no_torch_and_write_nothing(
     cli: Cli, tmp_path: Path, arguments: list[str], code: int, extra: dict[str, str]
 ) -> None:
-    done = cli(*arguments, spy=True, **extra)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (code, "torch: False"), done.stderr
+    result = cli(*arguments, spy=True, **extra)
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (code, "torch: False"), result.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_a_refused_configuration_is_one_report_without_a_traceback(cli: Cli) -> None:
-    done = cli("optim.lr=fast", "trian.steps=3")
-    assert done.returncode == EXIT_CONFIG
-    assert "2 configuration problems" in done.stderr
-    assert "optim.lr" in done.stderr and "train" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = cli("optim.lr=fast", "trian.steps=3")
+    assert result.returncode == EXIT_CONFIG
+    assert "2 configuration problems" in result.stderr
+    assert "optim.lr" in result.stderr and "train" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("key, more", [("run.dir", []), ("hydra.sweep.dir", ["-m", "train.steps=1,2"])])
 def test_a_folder_that_cannot_be_made_is_named(cli: Cli, tmp_path: Path, key: str, more: list[str]) -> None:
     (tmp_path / "file").write_text("")
-    done = cli(*more, f"{key}={tmp_path}/file/x")
-    assert done.returncode == EXIT_CONFIG
-    assert f"{key}: the folder cannot be made" in done.stderr and f"{tmp_path}/file/x" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = cli(*more, f"{key}={tmp_path}/file/x")
+    assert result.returncode == EXIT_CONFIG
+    assert f"{key}: the folder cannot be made" in result.stderr and f"{tmp_path}/file/x" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_help_works_whatever_is_wrong(cli: Cli) -> None:
-    done = cli("--help", "optim.lr=-1")
-    assert done.returncode == 0, done.stderr
-    assert "parallel:" in done.stdout
+    result = cli("--help", "optim.lr=-1")
+    assert result.returncode == 0, result.stderr
+    assert "parallel:" in result.stdout
 
 
 def test_a_key_with_dashes_is_explained(cli: Cli) -> None:
-    done = cli("--optim.lr=1")
-    assert done.returncode == EXIT_CONFIG
-    assert "try: keys have no dashes: optim.lr=1" in done.stderr
+    result = cli("--optim.lr=1")
+    assert result.returncode == EXIT_CONFIG
+    assert "try: keys have no dashes: optim.lr=1" in result.stderr
 
 
 def test_a_run_is_recorded_repeated_for_nothing_and_extended(cli: Cli, tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_a_run_is_recorded_repeated_for_nothing_and_extended(cli: Cli, tmp_path:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["full_error"] for event in events] == [None, None]  # ours does not leak
 
-    again = cli("run.id=a", "train.steps=2", "parallel=fsdp2", stand_in=True)
-    assert again.returncode == 0 and "finished" in again.stderr
+    repeated = cli("run.id=a", "train.steps=2", "parallel=fsdp2", stand_in=True)
+    assert repeated.returncode == 0 and "finished" in repeated.stderr
     assert starts(run) == 2
 
     more = cli("run.id=a", "train.steps=3", "parallel=ddp2", stand_in=True)  # as many sequences a step
@@ -95,11 +95,11 @@ def test_an_unfinished_run_goes_on_only_as_it_was_begun(cli: Cli, tmp_path: Path
     assert failed.stderr.count("loss is nan") == 1 and "Traceback" not in failed.stderr
     assert status(run)["error"] == {"rank": 0, "type": "NonFiniteError", "message": "loss is nan"}
 
-    other = cli("run.id=a", "optim.lr=1", "parallel=fsdp2", "train.steps=1", stand_in=True)
-    assert other.returncode == EXIT_CONFIG
-    assert "optim.lr: is 1.0, but" in other.stderr and "train.global_batch: a step would see" in other.stderr
-    assert "train.steps:" not in other.stderr
-    assert "checkpoint.accept_changes=[" in other.stderr
+    changed = cli("run.id=a", "optim.lr=1", "parallel=fsdp2", "train.steps=1", stand_in=True)
+    assert changed.returncode == EXIT_CONFIG
+    assert "optim.lr: is 1.0, but" in changed.stderr and "train.global_batch: a step would see" in changed.stderr
+    assert "train.steps:" not in changed.stderr
+    assert "checkpoint.accept_changes=[" in changed.stderr
     assert starts(run) == 1
 
     accepted = cli("run.id=a", "optim.lr=1", "train.steps=1", "checkpoint.accept_changes=[optim]", stand_in=True)
@@ -164,7 +164,7 @@ def test_a_replay_is_a_new_run_of_the_same_configuration(cli: Cli, tmp_path: Pat
 
 
 def test_check_runs_here_and_leaves_no_folder(cli: Cli, tmp_path: Path) -> None:
-    done = cli("runner=check", "runner._target_=tests.launch.standins.look", "data=synthetic", spy=True)
-    assert done.returncode == 0, done.stderr
-    assert "looked at llama3_debug" in done.stdout and "torch: True" in done.stdout
+    result = cli("runner=check", "runner._target_=tests.launch.standins.look", "data=synthetic", spy=True)
+    assert result.returncode == 0, result.stderr
+    assert "looked at llama3_debug" in result.stdout and "torch: True" in result.stdout
     assert not list(tmp_path.iterdir())

@@ -26,10 +26,10 @@ def loader() -> compose_hook.Loader:
 def report(loader: compose_hook.Loader) -> Callable[..., CompositionReport]:
     """``report("optim.lrr=1")``: the shipped configuration with these overrides."""
 
-    def composed(*overrides: str, multirun: bool = False) -> CompositionReport:
+    def compose_overrides(*overrides: str, multirun: bool = False) -> CompositionReport:
         return compose_report(list(overrides), loader=loader, multirun=multirun)
 
-    return composed
+    return compose_overrides
 
 
 @pytest.fixture
@@ -37,19 +37,19 @@ def refused(report: Callable[..., CompositionReport]) -> Callable[..., dict[str,
     """Problems by key; a key twice is an error of the test's."""
 
     def problems(*overrides: str, multirun: bool = False) -> dict[str, Problem]:
-        found = report(*overrides, multirun=multirun).problems
-        by_key = {problem.key: problem for problem in found}
-        assert len(by_key) == len(found), found
+        found_problems = report(*overrides, multirun=multirun).problems
+        by_key = {problem.key: problem for problem in found_problems}
+        assert len(by_key) == len(found_problems), found_problems
         return by_key
 
     return problems
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Callable[..., CompositionReport]:
-    """``mine({"experiment/x.yaml": text}, "experiment=x")``: with a folder of the user's own."""
+def with_files(tmp_path: Path) -> Callable[..., CompositionReport]:
+    """``with_files({"experiment/x.yaml": text}, "experiment=x")``: with a folder of the user's own."""
 
-    def composed(files: dict[str, str], *overrides: str, multirun: bool = False) -> CompositionReport:
+    def compose_overrides(files: dict[str, str], *overrides: str, multirun: bool = False) -> CompositionReport:
         for name, text in files.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def mine(tmp_path: Path) -> Callable[..., CompositionReport]:
         loader = compose_hook.main_loader(config_dir=str(tmp_path))
         return compose_report(list(overrides), loader=loader, multirun=multirun)
 
-    return composed
+    return compose_overrides
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ def trained(compose, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("inside", ["", "checkpoints/step-00000003"])
 def test_a_mesh_is_checked_against_the_checkpoints_model(compose, trained: Path, inside: str) -> None:
-    where = f"runner.checkpoint={trained / inside}"
-    assert table.check_rules(compose(*EVAL, where, "parallel=ep2")) == []
-    [problem] = table.check_rules(compose(*EVAL, where, "parallel=ep3"))
+    checkpoint = f"runner.checkpoint={trained / inside}"
+    assert table.check_rules(compose(*EVAL, checkpoint, "parallel=ep2")) == []
+    [problem] = table.check_rules(compose(*EVAL, checkpoint, "parallel=ep3"))
     assert "3, which does not divide model.moe.num_experts=8" in problem.message
 
 

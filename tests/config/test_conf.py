@@ -67,7 +67,7 @@ def test_every_file_says_what_it_is_and_how_to_use_it(path: Path) -> None:
     assert lines[1].startswith("# titanyaml "), lines[1]
 
 
-@pytest.mark.parametrize(("group", "option"), [one for one in OPTIONS if one[0] != "plugin"])
+@pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair[0] != "plugin"])
 def test_a_default_is_written_once(group: str, option: str) -> None:
     """A file holds its own group's keys, and only those that differ from the schema's default."""
     tree = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}

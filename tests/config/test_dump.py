@@ -103,9 +103,9 @@ def test_a_difference_names_keys_and_both_values() -> None:
 def test_a_recorded_configuration_is_compared_without_its_identity(compose: Compose, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(dump.to_yaml(compose("run.id=a", "optim.lr=1")))
-    same, other = (dump.to_dataclass(compose("run.id=b", f"optim.lr={lr}")) for lr in (1, 2))
-    assert dump.changes_since(path, same) == {}
-    assert dump.changes_since(path, other) == {"optim.lr": (1.0, 2.0)}
+    repeated, changed = (dump.to_dataclass(compose("run.id=b", f"optim.lr={lr}")) for lr in (1, 2))
+    assert dump.changes_since(path, repeated) == {}
+    assert dump.changes_since(path, changed) == {"optim.lr": (1.0, 2.0)}
     path.write_text(path.read_text().replace("lr: 1.0", "learning_rate: 1.0"))
     with pytest.raises(ConfigError, match="learning_rate"):
-        dump.changes_since(path, same)
+        dump.changes_since(path, repeated)

@@ -64,16 +64,16 @@ def test_a_refused_run_leaves_no_folder(hydra, tmp_path: Path) -> None:
 
 def sweep(hydra: Hydra, *overrides: str) -> dict[str, list[str] | None]:
     """Run a sweep; job overrides to the keys of its problems."""
-    seen = {}
+    problem_keys = {}
 
     def task(cfg: DictConfig) -> None:
         node = HydraConfig.get()
         problems = compose_hook.problems_for(node.overrides.task)
-        seen[" ".join(node.overrides.task)] = problems and [problem.key for problem in problems]
+        problem_keys[" ".join(node.overrides.task)] = problems and [problem.key for problem in problems]
         assert Path(node.runtime.output_dir).is_dir()
 
     hydra.multirun("config", task, ["hydra.mode=MULTIRUN", *overrides])
-    return seen
+    return problem_keys
 
 
 def test_a_refused_job_of_a_sweep_fails_alone(hydra) -> None:
@@ -116,6 +116,6 @@ def test_completion_is_left_to_hydra(hydra, monkeypatch) -> None:
 
 
 def test_the_hook_keeps_hydras_own_jobs_working(hydra) -> None:
-    done = hydra.run("config", lambda cfg: cfg.train.steps, ["train.steps=3", "tokenizer=bytes"])
-    assert done.status == JobStatus.COMPLETED and done.return_value == 3
-    assert isinstance(Callbacks(done.hydra_cfg), Callbacks)
+    result = hydra.run("config", lambda cfg: cfg.train.steps, ["train.steps=3", "tokenizer=bytes"])
+    assert result.status == JobStatus.COMPLETED and result.return_value == 3
+    assert isinstance(Callbacks(result.hydra_cfg), Callbacks)

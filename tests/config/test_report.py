@@ -31,9 +31,11 @@ def test_it_is_what_hydra_composes(report, compose) -> None:
     assert ours == OmegaConf.to_container(compose(*overrides))
 
 
-def test_three_mistakes_in_one_report(mine) -> None:
+def test_three_mistakes_in_one_report(with_files) -> None:
     files = {"experiment/bad.yaml": f"{GLOBAL}train:\n  seqlen: 128\noptim:\n  lr: fast\n"}
-    result = mine(files, "experiment=bad", "modle=llama3_8b", "+optim.lrr=1", "model.num_kv_heads=3", "tokenizer=bytes")
+    result = with_files(
+        files, "experiment=bad", "modle=llama3_8b", "+optim.lrr=1", "model.num_kv_heads=3", "tokenizer=bytes"
+    )
     text = re.sub(r"from: \S*/experiment", "from: MINE/experiment", str(ConfigError(result.problems)))
     assert (
         text
@@ -129,10 +131,10 @@ def test_three_mistakes_in_one_report(mine) -> None:
 )
 def test_what_was_typed(report, override: str, key: str, message: str, hint: str) -> None:
     """Together with another mistake, which must still be told, and nothing else."""
-    problem, other = report("tokenizer=bytes", override, "sweep.on_failure=x").problems
-    assert (problem.key, problem.hint, problem.where) == (key, hint, f"override {override!r}")
+    problem, second = report("tokenizer=bytes", override, "sweep.on_failure=x").problems
+    assert (problem.key, problem.hint, problem.origin) == (key, hint, f"override {override!r}")
     assert problem.message.startswith(message)
-    assert other.key == "sweep.on_failure"
+    assert second.key == "sweep.on_failure"
 
 
 @pytest.mark.parametrize(
@@ -153,8 +155,8 @@ def test_what_was_typed(report, override: str, key: str, message: str, hint: str
 def test_what_would_read_a_key_is_offered_where_it_is_accepted(report, overrides: list[str], hint: str) -> None:
     (problem,) = report("tokenizer=bytes", *overrides).problems
     assert "but nothing reads it: " in problem.message and problem.hint == hint
-    for way in hint.split(" or "):
-        assert report("tokenizer=bytes", *overrides, *shlex.split(way)).problems == []
+    for fix in hint.split(" or "):
+        assert report("tokenizer=bytes", *overrides, *shlex.split(fix)).problems == []
 
 
 def test_quoted_text_of_the_hint_is_read(report) -> None:
@@ -231,52 +233,52 @@ def test_what_may_be_typed(report, override: str) -> None:
         ("sexagesimal", f"{GLOBAL}launch:\n  step_timeout_s: 1:30x\n", "launch.step_timeout_s", "is '1:30x'", ""),
     ],
 )
-def test_what_a_file_holds(mine, name: str, text: str, key: str, message: str, hint: str) -> None:
-    problems = mine({"experiment/bad.yaml": text}, "experiment=bad", "tokenizer=bytes", "optim.beta1=7").problems
+def test_what_a_file_holds(with_files, name: str, text: str, key: str, message: str, hint: str) -> None:
+    problems = with_files({"experiment/bad.yaml": text}, "experiment=bad", "tokenizer=bytes", "optim.beta1=7").problems
     (problem,) = [problem for problem in problems if problem.key == key]
     assert problem.message.startswith(message) and problem.hint.startswith(hint), name
-    assert "experiment" in problem.where
+    assert "experiment" in problem.origin
     if key != "optim":
-        assert "optim.beta1" in {one.key for one in problems}, "the rest is told, too"
+        assert "optim.beta1" in {other_problem.key for other_problem in problems}, "the rest is told, too"
 
 
-def test_a_file_with_the_wrong_ending_is_named(mine) -> None:
-    (problem,) = mine({"model/mine.yml": "dim: 8\n"}, "model=mine").problems
+def test_a_file_with_the_wrong_ending_is_named(with_files) -> None:
+    (problem,) = with_files({"model/mine.yml": "dim: 8\n"}, "model=mine").problems
     assert problem.message.endswith("model/mine.yml is not found because of its ending")
     assert problem.hint == "rename it to mine.yaml"
 
 
-def test_a_users_option_is_found(mine) -> None:
+def test_a_users_option_is_found(with_files) -> None:
     sizes = (
         "{name: mine, vocab_size: 300, dim: 8, num_layers: 1, num_heads: 2, num_kv_heads: 1, ffn_dim: 8, "
         "max_seq_len: 64}"
     )
-    result = mine({"model/mine.yaml": sizes}, "model=mine", "tokenizer=bytes")
+    result = with_files({"model/mine.yaml": sizes}, "model=mine", "tokenizer=bytes")
     assert result.problems == [] and result.cfg.model.dim == 8
 
 
 def test_a_refused_option_says_nothing_of_its_values(report) -> None:
     """The model is unknown: that its vocabulary is too small for the tokenizer would be a guess."""
-    found = report("model=llama3_9b", "tokenizer.vocab_size=100000").problems
-    assert [problem.key for problem in found] == ["model"]
+    result = report("model=llama3_9b", "tokenizer.vocab_size=100000").problems
+    assert [problem.key for problem in result] == ["model"]
 
 
 def test_a_mesh_name_is_an_origin(report) -> None:
     (problem,) = report("parallel=ep2", "tokenizer=bytes").problems
-    assert (problem.key, problem.where) == ("parallel.ep", "override 'parallel=ep2'")
+    assert (problem.key, problem.origin) == ("parallel.ep", "override 'parallel=ep2'")
 
 
 def test_the_common_part_of_a_sweep(report) -> None:
     """Swept keys, and what single jobs may heal, are left to the jobs."""
-    found = report(
+    result = report(
         "model=llama3_debug,llama3_8bb", "optim.lr=1,abc", "train.seq_len=99999", "optim.lrr=3", multirun=True
     )
-    assert [problem.key for problem in found.problems] == ["optim.lrr"]
+    assert [problem.key for problem in result.problems] == ["optim.lrr"]
 
 
-def test_keys_swept_by_an_experiment_are_checked(mine) -> None:
+def test_keys_swept_by_an_experiment_are_checked(with_files) -> None:
     text = f"{GLOBAL}hydra: {{mode: MULTIRUN, sweeper: {{params: {{optim.lrr: '1,2'}}}}}}\n"
-    (problem,) = mine({"experiment/s.yaml": text}, "experiment=s", multirun=True).problems
+    (problem,) = with_files({"experiment/s.yaml": text}, "experiment=s", multirun=True).problems
     assert problem.message == "sweeps the unknown key optim.lrr" and problem.hint == "optim.lr"
 
 
@@ -284,20 +286,20 @@ def test_nothing_is_told_twice(report) -> None:
     assert len(report("optim.lrr=1", "optim.lrr=1", "tokenizer=bytes").problems) == 1
 
 
-def test_a_value_of_an_own_option_is_found_in_its_file(mine) -> None:
-    result = mine({"optim/own.yaml": "lr: fast\nbeta1: 0.5\n"}, "optim=own", "optim.beta1=2", "tokenizer=bytes")
-    where = {problem.key: problem.where for problem in result.problems}
-    assert where["optim.lr"].endswith("optim/own.yaml:1")
-    assert where["optim.beta1"] == "override 'optim.beta1=2'"
+def test_a_value_of_an_own_option_is_found_in_its_file(with_files) -> None:
+    result = with_files({"optim/own.yaml": "lr: fast\nbeta1: 0.5\n"}, "optim=own", "optim.beta1=2", "tokenizer=bytes")
+    origin = {problem.key: problem.origin for problem in result.problems}
+    assert origin["optim.lr"].endswith("optim/own.yaml:1")
+    assert origin["optim.beta1"] == "override 'optim.beta1=2'"
 
 
 def test_a_typed_key_is_named_also_where_the_option_comes_after_it(report) -> None:
     (problem,) = report("data.max_files=20", "data=synthetic", "tokenizer=bytes").problems
-    assert (problem.key, problem.where) == ("data.max_files", "override 'data.max_files=20'")
+    assert (problem.key, problem.origin) == ("data.max_files", "override 'data.max_files=20'")
 
 
-def test_a_group_file_that_repeats_its_group(mine) -> None:
-    (problem,) = mine({"optim/own.yaml": "optim:\n  lr: 1\n"}, "optim=own", "tokenizer=bytes").problems
+def test_a_group_file_that_repeats_its_group(with_files) -> None:
+    (problem,) = with_files({"optim/own.yaml": "optim:\n  lr: 1\n"}, "optim=own", "tokenizer=bytes").problems
     assert problem.key == "optim.optim" and "take out the line 'optim:'" in problem.hint
 
 

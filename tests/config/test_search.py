@@ -28,9 +28,9 @@ def test_a_mesh_name_sets_its_degrees_and_no_more(compose) -> None:
     assert compose("parallel.tp=4", "parallel=fsdp2_tp2").parallel.tp == 4
 
 
-def test_an_experiment_can_choose_a_mesh_name(mine) -> None:
+def test_an_experiment_can_choose_a_mesh_name(with_files) -> None:
     text = "# @package _global_\ndefaults:\n  - override /parallel: hsdp2x2\n"
-    report = mine({"experiment/mesh.yaml": text}, "experiment=mesh")
+    report = with_files({"experiment/mesh.yaml": text}, "experiment=mesh")
     assert report.problems == []
     assert report.cfg.parallel.dp_replicate == 2
 

@@ -50,5 +50,5 @@ def test_no_module_and_no_check_imports_torch() -> None:
         "problems = compose_report(['ac=full', 'tokenizer=bytes', 'optim.lrr=1'], loader=main_loader()).problems; "
         "assert len(problems) == 1, problems; assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -9,8 +9,8 @@ from titanyaml.config import schema, tree_check
 
 
 @pytest.fixture
-def inspect():
-    """``inspect({"optim.lr": "abc"})``: the defaults of a small model with these values put in, untyped."""
+def check():
+    """``check({"optim.lr": "abc"})``: the defaults of a small model with these values put in, untyped."""
     base = OmegaConf.to_container(
         OmegaConf.structured(
             schema.Config(
@@ -32,29 +32,29 @@ def inspect():
         resolve=False,
     )
 
-    def walked(values: dict | None = None, *, partial: bool = False) -> tree_check.Tree:
+    def check_values(values: dict | None = None, *, partial: bool = False) -> tree_check.CheckedTree:
         cfg = OmegaConf.create(base)
         for key, value in (values or {}).items():
             OmegaConf.update(cfg, key, value, force_add=True)
         return tree_check.check_tree(cfg, partial=partial)
 
-    return walked
+    return check_values
 
 
 @pytest.fixture
-def one(inspect):
+def only_problem(check):
     """The only problem of a tree with one wrong value."""
 
     def problem(key: str, value):
-        problems = inspect({key: value}).problems
+        problems = check({key: value}).problems
         assert len(problems) == 1, problems
         return problems[0]
 
     return problem
 
 
-def test_the_defaults_are_right(inspect) -> None:
-    tree = inspect()
+def test_the_defaults_are_right(check) -> None:
+    tree = check()
     assert tree.problems == [] and tree.bad == set()
     assert tree.values["train"]["seq_len"] == 64
     assert tree.literal["train"]["seq_len"] == "${titan.min:${model.max_seq_len},8192}"
@@ -71,31 +71,31 @@ def test_the_defaults_are_right(inspect) -> None:
         ("optim.groups_", "optim.groups"),
     ],
 )
-def test_unknown_keys_name_the_nearest(inspect, key: str, near: str) -> None:
-    (problem,) = inspect({key: 1}).problems
+def test_unknown_keys_name_the_nearest(check, key: str, near: str) -> None:
+    (problem,) = check({key: 1}).problems
     assert problem.message == f"unknown key; did you mean {near}?"
 
 
-def test_items_of_a_list_are_among_its_choices(one) -> None:
-    problem = one("compile.async_tp_ops", ["all_gather", "all_reduce"])
+def test_items_of_a_list_are_among_its_choices(only_problem) -> None:
+    problem = only_problem("compile.async_tp_ops", ["all_gather", "all_reduce"])
     assert (problem.key, problem.allowed) == ("compile.async_tp_ops[1]", "all_gather, reduce_scatter, auto")
     assert problem.hint == "", "a key inside a list cannot be typed"
 
 
-def test_a_list_with_choices_names_them(one) -> None:
-    problem = one("compile.async_tp_ops", "all_gather")
+def test_a_list_with_choices_names_them(only_problem) -> None:
+    problem = only_problem("compile.async_tp_ops", "all_gather")
     assert (problem.allowed, problem.hint) == (
         "a list of all_gather, reduce_scatter, auto",
         "compile.async_tp_ops=[all_gather]",
     )
 
 
-def test_unknown_key_like_nothing(one) -> None:
-    assert one("zzz", 1).message == "unknown key"
+def test_unknown_key_like_nothing(only_problem) -> None:
+    assert only_problem("zzz", 1).message == "unknown key"
 
 
-def test_unknown_key_in_a_list_of_sections(inspect) -> None:
-    (problem,) = inspect({"optim.groups": [{"pattern": "a", "lr": 1}]}).problems
+def test_unknown_key_in_a_list_of_sections(check) -> None:
+    (problem,) = check({"optim.groups": [{"pattern": "a", "lr": 1}]}).problems
     assert (problem.key, problem.message) == ("optim.groups[0].lr", "unknown key; did you mean optim.lr?")
 
 
@@ -110,8 +110,8 @@ def test_unknown_key_in_a_list_of_sections(inspect) -> None:
         ("data.validation_fraction", 0, 0.0),
     ],
 )
-def test_values_that_are_taken(inspect, key: str, value, got) -> None:
-    tree = inspect({key: value})
+def test_values_that_are_taken(check, key: str, value, got) -> None:
+    tree = check({key: value})
     assert tree.problems == []
     section, name = key.split(".")
     assert tree.values[section][name] == got and type(tree.values[section][name]) is type(got)
@@ -144,37 +144,37 @@ def test_values_that_are_taken(inspect, key: str, value, got) -> None:
         ("user", 3, "a mapping of names to values", ""),
     ],
 )
-def test_values_that_are_refused(one, key: str, value, allowed: str, hint: str) -> None:
-    problem = one(key, value)
+def test_values_that_are_refused(only_problem, key: str, value, allowed: str, hint: str) -> None:
+    problem = only_problem(key, value)
     assert problem.key == key
     assert problem.message == ("is null" if value is None else f"is {value!r}")
     assert (problem.allowed, problem.hint) == (allowed, hint)
 
 
-def test_texts_in_a_list(inspect) -> None:
-    tree = inspect({"data.kind": "files", "data.paths": ["a", 1.5]})
+def test_texts_in_a_list(check) -> None:
+    tree = check({"data.kind": "files", "data.paths": ["a", 1.5]})
     assert [problem.key for problem in tree.problems] == ["data.paths[1]"]
-    tree = inspect({"data.kind": "files", "data.paths": ["${run.name}/x"]})
+    tree = check({"data.kind": "files", "data.paths": ["${run.name}/x"]})
     assert tree.values["data"]["paths"] == ["m/x"]
 
 
-def test_optional_sections(inspect) -> None:
-    tree = inspect({"model.rope_scaling": {"factor": 4}})
+def test_optional_sections(check) -> None:
+    tree = check({"model.rope_scaling": {"factor": 4}})
     assert tree.problems == [] and tree.values["model"]["rope_scaling"] == {"factor": 4.0}
-    assert inspect({"model.rope_scaling": None}).problems == []
-    (problem,) = inspect({"model.rope_scaling": {"factr": 4}}).problems
+    assert check({"model.rope_scaling": None}).problems == []
+    (problem,) = check({"model.rope_scaling": {"factr": 4}}).problems
     assert problem.hint == "model.rope_scaling.factor=4"
 
 
-def test_missing_values(one, inspect) -> None:
-    problem = one("model.ffn_dim", "???")
+def test_missing_values(only_problem, check) -> None:
+    problem = only_problem("model.ffn_dim", "???")
     assert (problem.message, problem.hint) == ("is required and has no value", "model.ffn_dim=...")
-    assert one("user.a", "???").key == "user.a"
-    assert [p.key for p in inspect({"optim.groups": [{"lr_scale": 2}]}).problems] == ["optim.groups[0].pattern"]
+    assert only_problem("user.a", "???").key == "user.a"
+    assert [p.key for p in check({"optim.groups": [{"lr_scale": 2}]}).problems] == ["optim.groups[0].pattern"]
 
 
-def test_a_reference_to_a_missing_value_is_told_once(inspect) -> None:
-    assert [p.key for p in inspect({"model.max_seq_len": "???"}).problems] == ["model.max_seq_len"]
+def test_a_reference_to_a_missing_value_is_told_once(check) -> None:
+    assert [p.key for p in check({"model.max_seq_len": "???"}).problems] == ["model.max_seq_len"]
 
 
 @pytest.mark.parametrize(
@@ -194,24 +194,24 @@ def test_a_reference_to_a_missing_value_is_told_once(inspect) -> None:
         ("run.dir", "${hydra:runtime.output_dir}", "needs Hydra's run time", ""),
     ],
 )
-def test_interpolations_that_lead_nowhere(inspect, key: str, value, message: str, hint: str) -> None:
-    problem = next(p for p in inspect({key: value}).problems if p.key.startswith(key))
+def test_interpolations_that_lead_nowhere(check, key: str, value, message: str, hint: str) -> None:
+    problem = next(p for p in check({key: value}).problems if p.key.startswith(key))
     assert message in problem.message
     assert not hint or problem.hint == hint
 
 
-def test_the_value_behind_an_interpolation_has_the_type_of_its_holder(one) -> None:
-    problem = one("train.steps", "${optim.name}")
+def test_the_value_behind_an_interpolation_has_the_type_of_its_holder(only_problem) -> None:
+    problem = only_problem("train.steps", "${optim.name}")
     assert (problem.key, problem.message) == ("train.steps", "is 'adamw'")
 
 
-def test_a_reference_to_a_wrong_value_is_told_once(inspect) -> None:
+def test_a_reference_to_a_wrong_value_is_told_once(check) -> None:
     """run.dir refers to run.name."""
-    assert [p.key for p in inspect({"run.name": "${nope}"}).problems] == ["run.name"]
+    assert [p.key for p in check({"run.name": "${nope}"}).problems] == ["run.name"]
 
 
-def test_text_that_would_come_alive_is_refused(inspect) -> None:
-    (problem,) = inspect({"run.name": r"a\${x}"}).problems
+def test_text_that_would_come_alive_is_refused(check) -> None:
+    (problem,) = check({"run.name": r"a\${x}"}).problems
     assert problem.key == "run.name" and "without '${'" in problem.allowed
 
 
@@ -237,33 +237,33 @@ def test_text_that_would_come_alive_is_refused(inspect) -> None:
         ),
     ],
 )
-def test_a_key_that_nothing_reads_is_refused(inspect, values: dict, key: str, hint: str) -> None:
-    (problem,) = inspect(values).problems
+def test_a_key_that_nothing_reads_is_refused(check, values: dict, key: str, hint: str) -> None:
+    (problem,) = check(values).problems
     assert problem.key == key and "but nothing reads it" in problem.message
     assert problem.hint == hint
 
 
-def test_a_key_is_not_unread_because_its_switch_is_wrong(inspect) -> None:
-    assert [p.key for p in inspect({"data.max_files": 3, "data.kind": "stdlibb"}).problems] == ["data.kind"]
+def test_a_key_is_not_unread_because_its_switch_is_wrong(check) -> None:
+    assert [p.key for p in check({"data.max_files": 3, "data.kind": "stdlibb"}).problems] == ["data.kind"]
 
 
 @pytest.mark.parametrize("group", ["experiment", "local", "plugin"])
-def test_a_file_without_its_header_is_named(one, group: str) -> None:
-    problem = one(group, {"optim": {"lr": 1}})
+def test_a_file_without_its_header_is_named(only_problem, group: str) -> None:
+    problem = only_problem(group, {"optim": {"lr": 1}})
     assert "the first line of the file" in problem.hint and "# @package" in problem.hint
 
 
-def test_everything_is_told_in_the_order_of_the_tree(inspect) -> None:
-    tree = inspect({"train.steps": "x", "model.dimm": 3, "optim.lr": -1, "run.seed": -1})
+def test_everything_is_told_in_the_order_of_the_tree(check) -> None:
+    tree = check({"train.steps": "x", "model.dimm": 3, "optim.lr": -1, "run.seed": -1})
     assert [problem.key for problem in tree.problems] == ["run.seed", "model.dimm", "optim.lr", "train.steps"]
     assert tree.bad == {"run.seed", "model.dimm", "optim.lr", "train.steps"}
     assert "lr" not in tree.values["optim"] and tree.values["optim"]["beta1"] == 0.9
 
 
-def test_the_common_part_of_a_sweep_may_be_unfinished(inspect) -> None:
+def test_the_common_part_of_a_sweep_may_be_unfinished(check) -> None:
     values = {"model.dim": "???", "run.name": "${nope}", "data.max_files": 3, "data.kind": "synthetic"}
-    assert inspect(values, partial=True).problems == []
-    assert [p.key for p in inspect({**values, "optim.lrr": 1}, partial=True).problems] == ["optim.lrr"]
+    assert check(values, partial=True).problems == []
+    assert [p.key for p in check({**values, "optim.lrr": 1}, partial=True).problems] == ["optim.lrr"]
 
 
 def test_a_typed_tree_is_checked_too(compose) -> None:

@@ -33,8 +33,8 @@ def test_their_plugin_trains_with_ours(cli: Cli, site: Path, straight: Path) -> 
     assert option.returncode == 0, option.stderr
     assert target.returncode == 0, target.stderr
     for run_id, name, nodes in (("option", "noise", ["noise", "ac"]), ("target", "x", ["x"])):
-        found = json.loads((cli.run(run_id) / "pipeline.json").read_text())
-        active = [record for record in found if record.get("modules")]
+        changes = json.loads((cli.run(run_id) / "pipeline.json").read_text())
+        active = [record for record in changes if record.get("modules")]
         assert [record["node"] for record in active] == nodes
         assert active[0]["node"] == name and (active[0]["stage"], active[0]["modules"]) == ("model", ["tok_embeddings"])
         assert "noise of alpha=5" in active[0]["summary"]

@@ -41,9 +41,9 @@ def test_seven_steps_and_thirteen_are_twenty(cli: Cli, straight: Path) -> None:
     run = cli.run("a")
     assert [record["step"] for record in records(run)] == STEPS[:7]
     assert [path.name for path in checkpoints(run)] == ["step-00000007"]
-    rest = cli(*TRAINING, "run.id=a")
-    assert rest.returncode == EXIT_DONE, rest.stderr
-    assert "steps 8 to 20" in rest.stderr
+    resumed = cli(*TRAINING, "run.id=a")
+    assert resumed.returncode == EXIT_DONE, resumed.stderr
+    assert "steps 8 to 20" in resumed.stderr
     assert_equal(run, straight)
     names = last_bits(run)
     assert {name.split("/")[0] for name in names} == {"model", "optim"}
@@ -69,8 +69,8 @@ def test_sigterm_is_preemption_and_a_finished_run_is_left_alone(cli: Cli, straig
     assert_equal(run, straight)
 
     before = (run / "status.json").read_bytes(), (run / "metrics.jsonl").read_bytes()
-    again = cli(*TRAINING, "run.id=a")
-    assert again.returncode == EXIT_DONE and "is finished; nothing to do" in again.stderr
+    repeated = cli(*TRAINING, "run.id=a")
+    assert repeated.returncode == EXIT_DONE and "is finished; nothing to do" in repeated.stderr
     assert before == ((run / "status.json").read_bytes(), (run / "metrics.jsonl").read_bytes())
 
 
@@ -90,8 +90,8 @@ def killed_again_and_again(cli: Cli, run_id: str, overrides: tuple[str, ...], in
         kills += process.poll() is None
         kill_all(process)
         print(f"{run_id}: killed {seconds:.3f} s after the first {after}; {len(records(run))} records")
-    done = cli(*overrides, f"run.id={run_id}")
-    assert done.returncode == EXIT_DONE, done.stderr
+    result = cli(*overrides, f"run.id={run_id}")
+    assert result.returncode == EXIT_DONE, result.stderr
     return kills
 
 

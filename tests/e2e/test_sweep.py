@@ -25,11 +25,11 @@ SWEEP = (
 
 def jobs(cli: Cli) -> dict[str, Path]:
     """Learning rate to job folder."""
-    found = {}
+    folders = {}
     for path in (cli.folder / "sw").glob("*/overrides.yaml"):
         [rate] = [line.partition("optim.lr=")[2] for line in path.read_text().splitlines() if "optim.lr=" in line]
-        found[rate] = path.parent
-    return found
+        folders[rate] = path.parent
+    return folders
 
 
 def test_the_repeated_sweep_runs_what_is_missing(cli: Cli) -> None:
@@ -39,12 +39,12 @@ def test_the_repeated_sweep_runs_what_is_missing(cli: Cli) -> None:
     first = jobs(cli)
     assert set(first) == {"0.001", "0.002"}
     assert status(first["0.001"])["state"] == "done" and status(first["0.002"])["state"] == "running"
-    kept = (first["0.001"] / "metrics.jsonl").stat().st_mtime_ns
+    modified = (first["0.001"] / "metrics.jsonl").stat().st_mtime_ns
 
-    again = cli(*SWEEP)
-    assert again.returncode == EXIT_NON_FINITE, again.stderr
-    assert again.stderr.count("is finished; nothing to do") == 1
-    assert (first["0.001"] / "metrics.jsonl").stat().st_mtime_ns == kept
+    repeated = cli(*SWEEP)
+    assert repeated.returncode == EXIT_NON_FINITE, repeated.stderr
+    assert repeated.stderr.count("is finished; nothing to do") == 1
+    assert (first["0.001"] / "metrics.jsonl").stat().st_mtime_ns == modified
     assert {rate: status(path)["state"] for rate, path in jobs(cli).items()} == {
         "0.001": "done",
         "0.002": "done",
@@ -58,4 +58,4 @@ def test_the_repeated_sweep_runs_what_is_missing(cli: Cli) -> None:
         ("failed", str(EXIT_NON_FINITE)),
     ]
     assert float(rows[1]["validation_loss"]) == records(first["0.002"])[-1]["validation_loss"]
-    assert all(row["folder"] in again.stdout for row in rows) and "optim.lr=0.002" in again.stdout
+    assert all(row["folder"] in repeated.stdout for row in rows) and "optim.lr=0.002" in repeated.stdout

@@ -30,14 +30,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["wheel", *own, "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "copy")],
         ["install", *own, "--target", str(folder / "site"), "--find-links", str(folder), "titanyaml"],
     ):
-        done = subprocess.run([*pip, *command], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        result = subprocess.run([*pip, *command], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
     return folder / "site"
 
 
 def test_a_wheel_trains_without_the_checkout(cli: Cli, site: Path) -> None:
     alone = {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
-    where = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", "import titanyaml, titanyaml.experiments as e; print(titanyaml.__file__, e.__file__)"],
         cwd=cli.folder,
         env=cli.environment(**alone),
@@ -45,7 +45,7 @@ def test_a_wheel_trains_without_the_checkout(cli: Cli, site: Path) -> None:
         text=True,
         check=True,
     )
-    assert all(Path(path).is_relative_to(site) for path in where.stdout.split())
+    assert all(Path(path).is_relative_to(site) for path in printed.stdout.split())
     train, options = cli.together(
         [(*TRAINING, "train.steps=2", "schedule.warmup_steps=0", "parallel=ddp2", "run.id=a"), ("--help",)], **alone
     )

@@ -59,8 +59,8 @@ def two_nodes(folder: Path, *arguments: str) -> list[tuple[int, str]]:
 
 
 def test_two_agents_share_one_run(tmp_path: Path) -> None:
-    done = two_nodes(tmp_path, "parallel=fsdp2", "train.steps=2")
-    assert [code for code, _ in done] == [0, 0], done
+    endings = two_nodes(tmp_path, "parallel=fsdp2", "train.steps=2")
+    assert [code for code, _ in endings] == [0, 0], endings
     (run,) = (tmp_path / "outputs" / "llama3_debug").iterdir()
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
     assert starts(run) == 2
@@ -69,11 +69,11 @@ def test_two_agents_share_one_run(tmp_path: Path) -> None:
 
 
 def test_a_failing_rank_of_another_agent_is_recorded(tmp_path: Path) -> None:
-    done = two_nodes(tmp_path, "parallel=fsdp2", "run.id=a", "+user.fail=data", "+user.rank=1")
-    assert [code for code, _ in done] == [1, 1]  # torchrun's own
+    endings = two_nodes(tmp_path, "parallel=fsdp2", "run.id=a", "+user.fail=data", "+user.rank=1")
+    assert [code for code, _ in endings] == [1, 1]  # torchrun's own
     recorded = status(tmp_path / "outputs" / "llama3_debug" / "a")
     assert (recorded["state"], recorded["exit_code"], recorded["error"]["rank"]) == ("failed", EXIT_DATA, 1)
-    assert sum(output.count("rank 1 failed: data.paths: corpus.txt is missing") for _, output in done) == 1
+    assert sum(output.count("rank 1 failed: data.paths: corpus.txt is missing") for _, output in endings) == 1
 
 
 def test_torchrun_is_noticed() -> None:

@@ -202,8 +202,8 @@ def test_a_rank_whose_launcher_is_gone_does_not_start(make_run: MakeRun) -> None
         "--parent",
         "1",
     ]
-    done = subprocess.run(command, env=local.rank_environment(0, nproc=1, port=1), timeout=60)
-    assert done.returncode == EXIT_FAILED
+    result = subprocess.run(command, env=local.rank_environment(0, nproc=1, port=1), timeout=60)
+    assert result.returncode == EXIT_FAILED
     assert not events(run)
 
 

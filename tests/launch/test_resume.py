@@ -41,8 +41,8 @@ def test_how_far_how_often_and_where_may_change(compose: Compose, begun: RunDir)
         "launch.nproc=2",
         "tracker=none",
     ]
-    found = changes(compose, begun, *free)
-    assert {"train.steps", "train.log_every", "checkpoint.interval", "ac.mode", "pipeline.plugins.ac.mode"} <= found
+    keys = changes(compose, begun, *free)
+    assert {"train.steps", "train.log_every", "checkpoint.interval", "ac.mode", "pipeline.plugins.ac.mode"} <= keys
 
 
 @pytest.mark.parametrize("override", ["optim.lr=1", "run.seed=1", "model.dim=64", "run.name=other"])

@@ -19,11 +19,11 @@ Start = Callable[..., subprocess.Popen]
 
 def jobs(sweep: Path) -> dict[str, Path]:
     """What the job was about (its last override) to its folder."""
-    found = {}
+    folders = {}
     for path in sweep.glob("*/overrides.yaml"):
         typed = [line[2:] for line in path.read_text().splitlines() if line.startswith("- ")]
-        found[next(override for override in typed if override.startswith(("optim.lr", "+user.")))] = path.parent
-    return found
+        folders[next(override for override in typed if override.startswith(("optim.lr", "+user.")))] = path.parent
+    return folders
 
 
 def states(sweep: Path) -> dict[str, str]:
@@ -41,27 +41,27 @@ def test_a_repeated_sweep_runs_what_is_missing(cli: Cli, tmp_path: Path) -> None
     ids = {status(folder)["run_id"] for name, folder in jobs(sweep).items() if name != "optim.lr=fast"}
     assert len(ids) == 2
 
-    again = cli("optim.lr=2e-3,3e-3,1e-3", "-m", "train.steps=2", "hydra.sweep.dir=sw", stand_in=True)
-    assert again.returncode == 0, again.stderr  # of this command's jobs none failed
+    repeated = cli("optim.lr=2e-3,3e-3,1e-3", "-m", "train.steps=2", "hydra.sweep.dir=sw", stand_in=True)
+    assert repeated.returncode == 0, repeated.stderr  # of this command's jobs none failed
     assert {name: starts(folder) for name, folder in jobs(sweep).items()} == {
         "optim.lr=0.001": 1,
         "optim.lr=fast": 0,
         "optim.lr=0.002": 1,
         "optim.lr=0.003": 1,
     }
-    assert again.stderr.count("is finished") == 2
+    assert repeated.stderr.count("is finished") == 2
     rows = list(csv.DictReader((sweep / "sweep.csv").open()))
     assert [row["state"] for row in rows] == ["done", "failed", "done", "done"]
     assert [row["metric"] for row in rows] == ["0.001", "", "0.002", "0.003"]
     assert {row["folder"] for row in rows} == {folder.name for folder in jobs(sweep).values()}
-    assert "optim.lr=0.003" in again.stdout and "train.steps=2 " not in again.stdout.split("sweep.csv")[1]
+    assert "optim.lr=0.003" in repeated.stdout and "train.steps=2 " not in repeated.stdout.split("sweep.csv")[1]
 
 
 def test_a_failed_job_does_not_stop_the_others_and_runs_again(cli: Cli, tmp_path: Path) -> None:
     sweep = tmp_path / "sw"
     arguments = ("-m", "+user.fail=non_finite,no", "train.steps=1", "hydra.sweep.dir=sw")
-    done = cli(*arguments, stand_in=True)
-    assert done.returncode == 4, done.stderr
+    result = cli(*arguments, stand_in=True)
+    assert result.returncode == 4, result.stderr
     assert states(sweep) == {"+user.fail=non_finite": "failed", "+user.fail=no": "done"}
     # the job's folder does not depend on how it is started
     stopped = cli(*arguments, "sweep.on_failure=stop", stand_in=True)
@@ -74,10 +74,10 @@ def test_a_failed_job_does_not_stop_the_others_and_runs_again(cli: Cli, tmp_path
 
 
 def test_stop_ends_the_sweep_at_the_first_failure(cli: Cli, tmp_path: Path) -> None:
-    done = cli("-m", "+user.fail=error,no", "hydra.sweep.dir=sw", "sweep.on_failure=stop", stand_in=True)
-    assert done.returncode == EXIT_FAILED
+    result = cli("-m", "+user.fail=error,no", "hydra.sweep.dir=sw", "sweep.on_failure=stop", stand_in=True)
+    assert result.returncode == EXIT_FAILED
     assert states(tmp_path / "sw") == {"+user.fail=error": "failed"}
-    assert "failed" in done.stdout
+    assert "failed" in result.stdout
 
 
 @pytest.mark.parametrize("how", ["terminate", "kill"])
@@ -96,8 +96,8 @@ def test_an_interrupted_sweep_goes_on_where_it_was(cli: Cli, start: Start, tmp_p
         assert process.wait(timeout=60) == EXIT_PREEMPTED
         assert states(sweep) == {"+user.step_s=0.0": "done", slow: "preempted"}
         assert "preempted" in (tmp_path / "output.txt").read_text().split("sweep.csv")[1]
-    again = cli(*arguments, stand_in=True)
-    assert again.returncode == 0, again.stderr
+    repeated = cli(*arguments, stand_in=True)
+    assert repeated.returncode == 0, repeated.stderr
     assert {name: starts(folder) for name, folder in jobs(sweep).items()} == {
         "+user.step_s=0.0": 1,
         slow: 2,
@@ -130,8 +130,8 @@ def test_an_experiment_file_can_be_a_sweep_and_a_changed_one_is_another(cli: Cli
     file.parent.mkdir(parents=True)
     file.write_text(EXPERIMENT)
     arguments = ("--config-dir", "mine", "experiment=rates")
-    done = cli(*arguments, stand_in=True)
-    assert done.returncode == 0, done.stderr
+    result = cli(*arguments, stand_in=True)
+    assert result.returncode == 0, result.stderr
     assert set(states(tmp_path / "sw").values()) == {"done"} and len(states(tmp_path / "sw")) == 2
     file.write_text(EXPERIMENT.replace("seq_len: 16", "seq_len: 32"))
     changed = cli(*arguments, stand_in=True)

@@ -31,6 +31,6 @@ def install(folder: Path) -> Path:
         str(target),
         str(source),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
     return target

@@ -63,9 +63,9 @@ def test_the_noise_is_in_training_and_not_in_validation(their_pkg):
     torch.manual_seed(3)
     first, _ = step(noisy)
     torch.manual_seed(3)
-    again, _ = step(noisy)
-    other, _ = step(noisy)
-    assert first == again != other
+    same_seed, _ = step(noisy)
+    later, _ = step(noisy)
+    assert first == same_seed != later
     assert first != step(plain)[0]
 
 

@@ -47,6 +47,7 @@ class TitanSearch(Sweeper):
         from titanyaml.config.hydra.compose_hook import Loader
         from titanyaml.runner import planned_sweep
 
+        assert self.launcher is not None, "Hydra calls setup first"
         hydra = self.composed.hydra
         overrides = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
         loader, folder = Loader(self.config_loader, hydra.job.config_name), Path(hydra.sweep.dir)

@@ -33,16 +33,14 @@ _NOT_IN_HASH = ("sweep", "launch")
 
 def to_dataclass(cfg: DictConfig) -> schema.Config:
     """The tree as dataclasses, resolved; plugin nodes and ``user`` are plain dicts."""
-    config = _typed(_plain(cfg))
+    typed = OmegaConf.merge(OmegaConf.structured(schema.Config), _plain(cfg))
+    config = cast(schema.Config, OmegaConf.to_object(typed))
     config.pipeline.plugins = _plain(cfg.pipeline.plugins)  # with the types that references bring, not as text
     return config
 
 
 def to_yaml(cfg: DictConfig) -> str:
-    """The text of config.yaml.
-
-    Args:
-        cfg: the composed tree without Hydra's own node.
+    """The text of config.yaml, of a composed tree without Hydra's own node.
 
     Raises:
         ConfigError: a value holds ``${`` as text, which would come alive when the file is read.
@@ -120,10 +118,6 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 
 def _plain(cfg: DictConfig, *, resolve: bool = True) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=resolve))
-
-
-def _typed(tree: dict[str, Any]) -> schema.Config:
-    return cast(schema.Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema.Config), tree)))
 
 
 def _live_text(tree: dict[str, Any]) -> list[Problem]:

@@ -24,7 +24,7 @@ def locate(target: str) -> Any:
         ConfigError: no such module, or the module has no such name. An import that fails by itself raises as it is.
     """
     parts = target.split(".")
-    for length in range(len(parts) - 1, 0, -1):
+    for length in range(len(parts) - 1, 0, -1):  # the longest path first: a submodule goes before its package's names
         path = ".".join(parts[:length])
         try:
             value = importlib.import_module(path)
@@ -56,6 +56,7 @@ def instantiate(node: dict[str, Any], **kwargs: Any) -> Any:
         TitanError: what the constructor itself raised, as it is.
     """
     assert not any(isinstance(value, dict) for value in kwargs.values()), "dict arguments would be merged into the node"
+    # _convert_: constructors get lists and dicts, not OmegaConf's containers
     arguments = {name: value for name, value in node.items() if name not in RESERVED}
     try:
         return hydra_instantiate(arguments, _convert_="all", **kwargs)

@@ -39,8 +39,8 @@ def key(
             equally many sequences. ``fixed``: never. None: only if ``checkpoint.accept_changes`` names it. On a section
             it holds for all its keys.
     """
-    metadata = {"doc": doc, "choices": choices, "low": low, "above": above, "high": high, "below": below}
-    metadata |= {"when": when, "resume": resume}
+    metadata: dict[str, Any] = {"doc": doc, "choices": choices, "when": when, "resume": resume}
+    metadata |= {"low": low, "above": above, "high": high, "below": below}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
     if isinstance(default, type):

@@ -13,23 +13,17 @@ from typing import Any
 
 from titanyaml.config import schema
 
-#: Names of torchtitan, Megatron and Lightning, with our key.
-FOREIGN_NAMES = {
-    "tensor_parallel_degree": "parallel.tp",
-    "tensor_model_parallel_size": "parallel.tp",
-    "tensor_parallel_size": "parallel.tp",
-    "context_parallel_degree": "parallel.cp",
-    "context_parallel_size": "parallel.cp",
-    "pipeline_parallel_degree": "parallel.pp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "pipeline_parallel_size": "parallel.pp",
-    "expert_parallel_degree": "parallel.ep",
-    "expert_model_parallel_size": "parallel.ep",
-    "data_parallel_shard_degree": "parallel.dp_shard",
-    "data_parallel_replicate_degree": "parallel.dp_replicate",
-    "fsdp": "parallel.dp_shard",
-    "micro_batch_size": "train.local_batch",
+_FOREIGN_NAMES_OF = {
+    "parallel.tp": ("tensor_parallel_degree", "tensor_model_parallel_size", "tensor_parallel_size"),
+    "parallel.cp": ("context_parallel_degree", "context_parallel_size"),
+    "parallel.pp": ("pipeline_parallel_degree", "pipeline_model_parallel_size", "pipeline_parallel_size"),
+    "parallel.ep": ("expert_parallel_degree", "expert_model_parallel_size"),
+    "parallel.dp_shard": ("data_parallel_shard_degree", "fsdp"),
+    "parallel.dp_replicate": ("data_parallel_replicate_degree",),
+    "train.local_batch": ("micro_batch_size",),
 }
+#: Names of torchtitan, Megatron and Lightning, with our key.
+FOREIGN_NAMES = {name: key for key, names in _FOREIGN_NAMES_OF.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -55,13 +49,13 @@ class Key:
 @cache
 def keys_of(section: type) -> dict[str, Key]:
     """The fields of a schema class by name."""
-    hints = typing.get_type_hints(section)
+    hints = typing.get_type_hints(section)  # annotations are texts (from __future__ import annotations)
     return {field.name: _key(field, hints[field.name]) for field in dataclasses.fields(section)}
 
 
 def _key(field: dataclasses.Field[Any], hint: Any) -> Key:
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kinds = [member for member in members if member is not type(None)]
+    kinds = [member for member in members if member is not type(None)]  # one: the schema has no other unions
     factory = field.default_factory
     default = field.default if factory is dataclasses.MISSING else factory()  # keys.key gives every field one of them
     return Key(field.name, kinds[0], len(kinds) < len(members), default, field.metadata)
@@ -81,7 +75,7 @@ def all_keys(section: type = schema.Config, prefix: str = "") -> tuple[str, ...]
 def find_key(dotted: str) -> Key | None:
     """The schema's field of that name, None if there is none; a key inside ``user`` finds ``user``."""
     section: Any = schema.Config
-    key = None
+    key = None  # of the part of the path that has been walked
     for name in dotted.split("."):
         if key is not None and not key.is_section:
             return key if key.kind == dict[str, Any] else None
@@ -102,6 +96,7 @@ def nearest(name: str, names: Iterable[str], *, count: int = 1) -> list[str]:
     similarity."""
     by_lower_case = {candidate.casefold(): candidate for candidate in names}
     name = name.casefold()
+    # "warmup" means warmup_steps, which difflib finds too different; two letters begin too many names
     longer = [candidate for candidate in by_lower_case if len(name) > 2 and candidate.startswith(name)]
     similar = difflib.get_close_matches(name, by_lower_case, n=count, cutoff=0.6)
     ranked = dict.fromkeys([*sorted(longer, key=len), *similar])  # without repeats

@@ -111,8 +111,9 @@ def _parameters(definition: ast.ClassDef | ast.FunctionDef) -> dict[str, bool] |
     """Parameter name to whether it must be given; None if the source is no proof, or any name is taken."""
     if definition.decorator_list:
         return None
-    function, num_bound = definition, 0
-    if isinstance(definition, ast.ClassDef):
+    if isinstance(definition, ast.FunctionDef):
+        function, num_bound = definition, 0
+    else:
         methods = {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
         if "__init__" not in methods:
             inherits = definition.keywords or any(ast.unparse(base) != "object" for base in definition.bases)

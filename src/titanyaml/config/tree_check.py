@@ -16,6 +16,7 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 from titanyaml.config import schema
 from titanyaml.config.plugin_nodes import check_plugins, check_runner
 from titanyaml.config.rules.hints import find_resets
+from titanyaml.config.rules.values import check_value
 from titanyaml.config.scalar_types import BAD, assign, describe, spell, to_kind, type_hint
 from titanyaml.config.schema_keys import Key, keys_of, nearest, nearest_key
 from titanyaml.errors import Problem
@@ -25,8 +26,6 @@ _RESOLVER = re.compile(r"(?<!\\)\$\{\s*([A-Za-z_][\w.]*)\s*:")
 _RESOLVERS = ("now", "oc.create", "oc.decode", "oc.dict.keys", "oc.dict.values", "oc.env", "oc.select", "titan.min")
 #: Groups without a section of their own: their files must say where their keys go.
 _HEADER = {"experiment": "# @package _global_", "local": "# @package _global_", "plugin": "# @package pipeline.plugins"}
-#: Larger integers overflow in torch, and lose digits in a float64.
-_LARGEST_INT = 2**53
 
 
 @dataclass
@@ -134,6 +133,7 @@ class _TreeChecker:
             value = self.resolve(raw, node, key.name, path)
             if value is not BAD:
                 value = self.convert(key, value, node, path)
+            # the literal value stays the reference, which config.yaml and the typed tree keep
             return (value.resolved if isinstance(value, _Container) else value), raw
         value = self.convert(key, raw, node, path)
         if isinstance(value, _Container):
@@ -157,7 +157,10 @@ class _TreeChecker:
         converted = to_kind(key.kind, value)
         if converted is BAD:
             return self.refuse(path, f"is {value!r}", allowed=describe(key), hint=type_hint(key, value, path))
-        return self.check_range(key, converted, path, value)
+        if problem := check_value(key, converted, path, value):
+            self.tree.problems.append(problem)
+            return self.mark_bad(path)
+        return converted
 
     def check_list(self, key: Key, value: Any, node: DictConfig, path: str) -> Any:
         if not isinstance(value, list):
@@ -206,11 +209,11 @@ class _TreeChecker:
             value = node[name]
         except (InterpolationToMissingValueError, MissingMandatoryValue):
             return self.mark_bad(path)  # reported where the value is missing
-        except RecursionError:
+        except RecursionError:  # a circle that OmegaConf itself does not notice
             return self.refuse(path, f"{text!r} refers to itself")
         except OmegaConfBaseException as error:
             problem = Problem(path, f"{text!r} cannot be resolved: {str(error).splitlines()[0]}")
-            self.unresolved.append((problem, targets))
+            self.unresolved.append((problem, targets))  # its cause may be found later in the walk
             return self.mark_bad(path)
         if OmegaConf.is_config(value):
             try:
@@ -266,25 +269,6 @@ class _TreeChecker:
             if not any(target in self.tree.bad - failed or target in failed - {problem.key} for target in targets):
                 self.tree.problems.append(problem)
 
-    def check_range(self, key: Key, value: Any, path: str, written: Any) -> Any:
-        message, allowed = f"is {written!r}", describe(key)
-        choices = key.rules.get("choices")
-        if choices and value not in choices:
-            similar = nearest(str(value), map(str, choices))
-            # a key inside a list cannot be typed
-            hint = f"{path}={similar[0]}" if similar and "[" not in path else ""
-            return self.refuse(path, message, allowed=allowed, hint=hint)
-        low, high, above, below = (key.rules.get(bound) for bound in ("low", "high", "above", "below"))
-        if high is None and isinstance(value, int) and abs(value) > _LARGEST_INT:
-            return self.refuse(path, message, allowed=f"{allowed}, up to 2**53")
-        if low is not None and value < low:
-            return self.refuse(path, message, allowed=allowed, hint=f"{path}={low}")
-        if high is not None and value > high:
-            return self.refuse(path, message, allowed=allowed, hint=f"{path}={high}")
-        if above is not None and value <= above or below is not None and value >= below:
-            return self.refuse(path, message, allowed=allowed)  # no nearest legal value to suggest
-        return value
-
     def refuse_unread(self, keys: dict[str, Key], values: dict[str, Any], literal: dict[str, Any], path: str) -> None:
         """Refuse keys that were given a value while their ``when`` does not hold."""
         for name, key in keys.items():
@@ -292,6 +276,7 @@ class _TreeChecker:
             if not sibling or name not in literal or sibling not in values or values[sibling] in readers:
                 continue
             if literal[name] != key.default:
+                # one override that sets this key back, and keys that were read because of it
                 defaults = {name: key.default} | find_resets(keys, {**values, name: key.default}, [name])
                 set_back = " ".join(assign(f"{path}{unread}", value) for unread, value in defaults.items())
                 fixes = [set_back, *(f"{path}{sibling}={spell(reader)}" for reader in readers)]

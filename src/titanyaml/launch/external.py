@@ -113,15 +113,17 @@ def _claim_together(request: RequestedRun, env: Env) -> ClaimedRun:
         except TitanError as refusal:
             error = refusal
     # a RunDir cannot travel, a thread of this process keeps its lease: the others get what names it
-    message = claimed and (str(claimed.run.path), claimed.run.generation, claimed.config.run.id, claimed.text)
-    is_finished = claimed is not None and claimed.is_finished
-    message, is_finished, error = comm.broadcast_object((message, is_finished, error), env)
+    fields: tuple[str, int, str, str, bool] | None = None
+    if claimed is not None:
+        run = claimed.run
+        fields = str(run.path), run.generation, claimed.config.run.id, claimed.text, claimed.is_finished
+    fields, error = comm.broadcast_object((fields, error), env)
     if error is not None:
         raise error
     if claimed is not None:
         return claimed
-    assert message is not None
-    path, generation, run_id, text = message
+    assert fields is not None, "rank 0 sends either an error or its run"
+    path, generation, run_id, text, is_finished = fields
     config = dump.from_yaml(text, run_id=run_id, run_dir=path)
     return ClaimedRun(config, RunDir(path, generation=generation), text, is_finished)
 

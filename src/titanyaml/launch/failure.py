@@ -1,7 +1,7 @@
-"""What went wrong on a rank, written by the rank, read by whoever started it.
+"""The failure of a rank, written by the rank, read by the launcher.
 
-Each failing rank leaves ``errors/rank-<r>.json``. The launcher tells the one that came first: the others are mostly
-ranks that lost the peer they were talking to.
+Each failing rank leaves ``errors/rank-<r>.json``. The launcher reports the first in time: the others are mostly ranks
+that lost the peer they were communicating with.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from titanyaml.errors import EXIT_FAILED, ProblemsError, TitanError
 from titanyaml.rundir import atomic_write
 
+# How torch.distributed and gloo report that the other side of a connection is gone; there is no common exception class.
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _LOST_PEER_TEXT = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
@@ -23,11 +24,8 @@ _LOST_PEER_TEXT = ("gloo/transport", "Connection closed by peer", "Connection re
 class Failure:
     """The end of one rank.
 
-    Args:
-        rank: which. time: when (seconds since the epoch).
-        type: name of the exception, ``signal`` or ``exit``. message: its text. summary: the same in one line.
-        traceback: empty for errors that explain themselves to the user.
-        exit_code: what the process exits with. lost_peer: the consequence of another rank's end.
+    time: seconds since the epoch. type: name of the exception, ``signal`` or ``exit``. message: its text. summary: the
+    same in one line. traceback: empty for errors that explain themselves. lost_peer: caused by another rank's end.
     """
 
     rank: int
@@ -48,20 +46,18 @@ class Failure:
 
 
 def of_exception(error: BaseException, *, rank: int) -> Failure:
-    """The failure that ``error`` is."""
-    known = isinstance(error, TitanError)
-    code = error.exit_code if known else error.code if isinstance(error, SystemExit) else EXIT_FAILED
+    """``error`` as a record."""
+    code: object = EXIT_FAILED
+    if isinstance(error, TitanError):
+        code = error.exit_code
+    elif isinstance(error, SystemExit):
+        code = error.code  # a text or None too
     name, message = type(error).__name__, str(error)
-    return Failure(
-        rank=rank,
-        time=time.time(),
-        type=name,
-        message=message,
-        summary=_summary(error),
-        traceback="" if known else "".join(traceback.format_exception(error)),
-        exit_code=code if isinstance(code, int) and code else EXIT_FAILED,
-        lost_peer=name in _LOST_PEER_TYPES or any(text in message for text in _LOST_PEER_TEXT),
-    )
+    # an error that explains itself needs no traceback
+    trace = "" if isinstance(error, TitanError) else "".join(traceback.format_exception(error))
+    exit_code = code if isinstance(code, int) and code else EXIT_FAILED  # 0 would call a failed rank done
+    lost_peer = name in _LOST_PEER_TYPES or any(text in message for text in _LOST_PEER_TEXT)
+    return Failure(rank, time.time(), name, message, _summary(error), trace, exit_code, lost_peer)
 
 
 def _summary(error: BaseException) -> str:
@@ -76,7 +72,7 @@ def write(failure: Failure, run_dir: Path) -> None:
 
 
 def collect(run_dir: Path) -> list[Failure]:
-    """What the ranks left."""
+    """The failures that ranks wrote."""
     return [Failure(**json.loads(path.read_text())) for path in sorted((run_dir / "errors").glob("rank-*.json"))]
 
 

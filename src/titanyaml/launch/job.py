@@ -22,11 +22,7 @@ from titanyaml.rundir import RunDir, atomic_write, utc_now
 
 @dataclass(frozen=True)
 class UserChoices:
-    """What the user chose.
-
-    Args:
-        overrides: of the command line. options: group to option. is_sweep: whether this is one job of a sweep.
-    """
+    """overrides: of the command line. options: group to option. is_sweep: whether this is one job of a sweep."""
 
     overrides: list[str]
     options: dict[str, str]
@@ -35,11 +31,7 @@ class UserChoices:
 
 @dataclass(frozen=True)
 class RequestedRun:
-    """A run as the command line composed it: nothing is claimed or written yet.
-
-    Args:
-        config: resolved. text: of config.yaml. folder: where to run.
-    """
+    """A run as the command line composed it, before anything is claimed or written. text: of config.yaml."""
 
     config: Config
     text: str
@@ -52,8 +44,8 @@ class ClaimedRun:
     """A configuration in its run directory, which this process owns.
 
     Args:
-        config: resolved, with the run's identity and folder. text: of config.yaml.
-        is_finished: an earlier run has done it all; nothing is to be run, and the claim is given back.
+        config: with the run's identity and folder. text: of config.yaml.
+        is_finished: an earlier attempt has done it all; nothing is to be run, and the claim is given back.
     """
 
     config: Config
@@ -73,6 +65,7 @@ def claim(request: RequestedRun, *, ranks: int | None) -> ClaimedRun:
         LaunchError: another process works there.
     """
     run, config = RunDir(request.folder), request.config
+    # all that can be refused without the folder comes before the claim
     global_batch = degrees.global_batch(config, degrees.resolve_degrees(config.parallel, world_size=ranks))
     resume.refuse_checkpoint_keys(config, request.choices.overrides)
     run.claim()
@@ -88,6 +81,7 @@ def claim(request: RequestedRun, *, ranks: int | None) -> ClaimedRun:
         if changes:
             lines = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items()]
             run.event("resumed_with_changes", "; ".join(lines))
+        # what ran is what is written: ranks read this file and compose nothing
         atomic_write(run.path / "config.yaml", request.text)
         _write_choices(run, request.choices)
         atomic_write(run.path / "environment.json", json.dumps(machine.describe(), indent=2) + "\n")
@@ -104,20 +98,11 @@ def _write_choices(run: RunDir, choices: UserChoices) -> None:
 
 
 def _write_started(run: RunDir, config: Config, *, ranks: int | None, global_batch: int) -> None:
-    run.write_status(
-        state="running",
-        run_id=config.run.id,
-        runner=config.runner.name,
-        config_hash=dump.config_hash(config),
-        world_size=ranks,
-        global_batch=global_batch,
-        generation=run.generation,
-        # of an earlier attempt
-        reason=None,
-        error=None,
-        exit_code=None,
-        started=run.status().get("started", utc_now()),
-    )
+    earlier_end = dict.fromkeys(("reason", "error", "exit_code"))  # None removes what an earlier attempt left
+    identity = {"run_id": config.run.id, "runner": config.runner.name, "config_hash": dump.config_hash(config)}
+    sizes = {"world_size": ranks, "global_batch": global_batch}
+    started = run.status().get("started", utc_now())
+    run.write_status(state="running", **identity, **sizes, generation=run.generation, **earlier_end, started=started)
 
 
 def run_local(request: RequestedRun) -> tuple[ClaimedRun, Outcome | None]:
@@ -128,26 +113,22 @@ def run_local(request: RequestedRun) -> tuple[ClaimedRun, Outcome | None]:
     """
     ranks = count_ranks(request.config)
     assert ranks is not None, "only torchrun's ranks cannot be counted before they start"
-    local.check_devices(ranks)
+    local.check_devices(ranks)  # before the folder is claimed: a refused job leaves no files
     claimed = claim(request, ranks=ranks)
     if claimed.is_finished:
         return claimed, None
     config, run = claimed.config, claimed.run
     try:
         outcome = local.launch(run, run_id=config.run.id, nproc=ranks, launch=config.launch)
-        _record(run, outcome)
+        # the states done and preempted are recorded by rank 0
+        if outcome.failure is not None:
+            record_failure(run, outcome.failure)
+        elif outcome.state == "stopped":
+            reason = f"{outcome.signal}, before the ranks had saved"
+            run.write_status(state="stopped", exit_code=outcome.exit_code, reason=reason)
     finally:
         run.release()
     return claimed, outcome
-
-
-def _record(run: RunDir, outcome: Outcome) -> None:
-    """Write what rank 0 could not: it records the states done and preempted itself."""
-    if outcome.failure is not None:
-        record_failure(run, outcome.failure)
-    elif outcome.state == "stopped":
-        reason = f"{outcome.signal}, before the ranks had saved"
-        run.write_status(state="stopped", exit_code=outcome.exit_code, reason=reason)
 
 
 def record_refusal(folder: Path, error: TitanError, choices: UserChoices) -> None:
@@ -156,7 +137,7 @@ def record_refusal(folder: Path, error: TitanError, choices: UserChoices) -> Non
     run.claim()
     try:
         if run.status().get("state") == "done":
-            run.event("refused", str(error))
+            run.event("refused", str(error))  # its results are still good
             return
         _write_choices(run, choices)
         run.write_status(started=run.status().get("started", utc_now()))

@@ -1,11 +1,10 @@
-"""Start the ranks of one job on this machine, and answer for how they end.
+"""Start the ranks of one job on this machine, watch them, and give one verdict on how they ended.
 
-The ranks are plain child processes, not an elastic agent's workers. ``torch.distributed.launcher.elastic_launch`` was
-looked at (torch 2.13) and left out for three reasons: it turns the ranks' exit codes into one exception, and a SIGTERM
-to it into a ``SignalException`` whatever the ranks saved and exited with; it has one shutdown time-out, where a rank
-that saves a checkpoint needs minutes and the peer of a dead rank should go in seconds; and it would bring torch
-(seconds, and hundreds of MB) into the parent, which otherwise never imports it. Restarts, its real gift, are not
-wanted: a run is repeated from its run directory.
+The ranks are plain child processes. ``torch.distributed.launcher.elastic_launch`` (as of torch 2.13) is not used, for
+three reasons. It turns the ranks' exit codes into one exception, and a SIGTERM into a ``SignalException``, whatever the
+ranks saved. It has one shutdown time-out, where a rank that saves a checkpoint needs minutes and the peer of a dead
+rank should end in seconds. It would bring torch (seconds, and hundreds of MB) into the parent, which otherwise never
+imports it. Its restarts are not needed: a run is repeated from its run directory.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from titanyaml.launch import failure
 from titanyaml.launch.failure import Failure
 from titanyaml.rundir import RunDir
 
-#: What the peers of a failed rank get to end by themselves (seconds): they cannot do anything useful any more.
+#: Time for the peers of a failed rank to end by themselves (seconds): they cannot do anything useful any more.
 PEER_GRACE_S = 5.0
 _POLL_S = 0.05
-_ORDERLY = (EXIT_DONE, EXIT_PREEMPTED)
+_ORDERLY = (EXIT_DONE, EXIT_PREEMPTED)  # a rank that exits with these has recorded its own end
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Outcome:
     """How a group of ranks ended.
 
     Args:
-        exit_code: of the whole. state: done, preempted, stopped (asked to, before it could save) or failed.
-        failure: the cause of ``failed``. signal: the name of the signal that this process got meanwhile.
+        state: done, preempted, stopped (by a signal, before it could save) or failed.
+        failure: the cause of ``failed``. signal: the name of the signal that this process received meanwhile.
     """
 
     exit_code: int
@@ -56,18 +55,17 @@ def launch(run: RunDir, *, run_id: str, nproc: int, launch: schema.Launch) -> Ou
 
     SIGTERM or SIGINT asks the ranks to stop and gives them ``launch.shutdown_grace_s``; a second one kills them.
 
-    Raises:
-        LaunchError: more ranks than this machine has GPUs.
+    Raises LaunchError if there are more ranks than this machine has GPUs.
     """
     check_devices(nproc)
     failure.clear(run.path)
-    with free_port() as port, _stop_signals() as asked:
+    with free_port() as port, _catch_stop_signals() as signals:
         group = _Group(run, run_id=run_id, nproc=nproc, port=port)
         try:
-            group.watch(asked, grace_s=launch.shutdown_grace_s)
+            group.watch(signals, grace_s=launch.shutdown_grace_s)
         finally:
             group.end()
-        return group.outcome(asked)
+        return group.outcome(signals)
 
 
 def check_devices(nproc: int) -> None:
@@ -81,11 +79,11 @@ def check_devices(nproc: int) -> None:
         )
 
 
-class _Asked:
-    """Signals that this process got.
+class _StopSignals:
+    """Signals that this process received.
 
-    ``insisted``: SIGINT came after another signal, which is a person who does not want to wait. A second SIGTERM means
-    nothing: schedulers send it to every process of a job, and a shell passes its own on.
+    name: of the first. insisted: SIGINT came after another signal, from a person who does not want to wait. A second
+    SIGTERM means nothing: schedulers send it to every process of a job, and a shell passes its own on.
     """
 
     def __init__(self) -> None:
@@ -98,24 +96,23 @@ class _Asked:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[_Asked]:
-    """Count SIGTERM and SIGINT instead of dying of them. In a thread that is not the main one they cannot be caught."""
-    asked = _Asked()
+def _catch_stop_signals() -> Iterator[_StopSignals]:
+    """Record SIGTERM and SIGINT instead of dying of them."""
+    signals = _StopSignals()
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield signals  # Python sets handlers in the main thread only
         return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, asked) for number in numbers]
+    handlers = {number: signal.signal(number, signals) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield asked
+        yield signals
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextmanager
 def free_port() -> Iterator[int]:
-    """A loopback port for the ranks' rendezvous, kept from other programs as long as the ranks live.
+    """A loopback port for the ranks' rendezvous, reserved as long as the ranks live.
 
     The socket is bound and never listens: rank 0 can listen on the port (both allow reuse), but the kernel hands it out
     to nobody else.
@@ -134,51 +131,32 @@ def rank_environment(rank: int, *, nproc: int, port: int) -> dict[str, str]:
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve must not stop ranks of one host
-    return env | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return env | {name: str(value) for name, value in (ranks | rendezvous).items()}
 
 
 class _Group:
-    """The processes of one job. Each is a session of its own: a Ctrl-C in the terminal reaches only the parent, which
-    then asks them in order, and a rank is killed with all that it started."""
+    """The processes of one job.
+
+    Each has a session of its own. So a Ctrl-C in the terminal reaches only the parent, which passes it on; and a rank
+    is killed together with the processes that it started.
+    """
 
     def __init__(self, run: RunDir, *, run_id: str, nproc: int, port: int) -> None:
         self.run, self.killed = run, False
         self.logs: list[IO[bytes]] = []
-        self.processes: list[subprocess.Popen] = []
-        self.ended: dict[int, float] = {}
-        command = [
-            sys.executable,
-            "-m",
-            "titanyaml.launch.rank",
-            "--run-dir",
-            str(run.path),
-            "--run-id",
-            run_id,
-            "--generation",
-            str(run.generation),
-            "--parent",
-            str(os.getpid()),
-        ]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.ended: dict[int, float] = {}  # rank -> when, in seconds since the epoch
+        command = [sys.executable, "-m", "titanyaml.launch.rank", "--run-dir", str(run.path), "--run-id", run_id]
+        command += ["--generation", str(run.generation), "--parent", str(os.getpid())]
         try:
             for rank in range(nproc):
-                output = self._output(rank)
-                self.processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=rank_environment(rank, nproc=nproc, port=port),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
-                    )
+                env, output = rank_environment(rank, nproc=nproc, port=port), self._output(rank)
+                process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
                 )
+                self.processes.append(process)
         except BaseException:
             self.end()
             raise
@@ -192,21 +170,21 @@ class _Group:
         self.logs.append(open(path, "ab"))  # noqa: SIM115 - closed by end()
         return self.logs[-1]
 
-    def watch(self, asked: _Asked, *, grace_s: float) -> None:
-        """Wait for all ranks; on a failure or a signal see to it that they end in time."""
-        deadline, told = float("inf"), False
+    def watch(self, signals: _StopSignals, *, grace_s: float) -> None:
+        """Wait for all ranks; after a failure or a signal kill those that do not end in time."""
+        deadline, signal_sent = float("inf"), False
         while len(self.ended) < len(self.processes):
             self._note_ended()
             codes = [self.processes[rank].returncode for rank in self.ended]
-            if asked.name and not told:
-                told = True
+            if signals.name and not signal_sent:
+                signal_sent = True
                 self._signal(signal.SIGTERM)
                 deadline = min(deadline, time.monotonic() + grace_s)
-            if asked.insisted:
+            if signals.insisted:
                 deadline = 0.0
             if any(code not in _ORDERLY for code in codes):
                 deadline = min(deadline, time.monotonic() + PEER_GRACE_S)
-            elif EXIT_PREEMPTED in codes:
+            elif EXIT_PREEMPTED in codes:  # its peers save as well
                 deadline = min(deadline, time.monotonic() + grace_s)
             if time.monotonic() > deadline:
                 self.killed = True
@@ -217,7 +195,7 @@ class _Group:
         for rank, process in enumerate(self.processes):
             if rank not in self.ended and _has_ended(process):
                 self.ended[rank] = time.time()
-                # what it started and left behind; its number is not given to others before it is waited for
+                # kill what it started and left behind; its process id is not reused before it is waited for
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
@@ -227,54 +205,48 @@ class _Group:
                 os.killpg(process.pid, number)
 
     def end(self) -> None:
-        """Nothing of the group outlives this call."""
+        """Kill what is left of the group; no process of it outlives this call."""
         self._signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
         for log in self.logs:
             log.close()
 
-    def outcome(self, asked: _Asked) -> Outcome:
+    def outcome(self, signals: _StopSignals) -> Outcome:
         """One verdict over all ranks."""
         codes = {rank: process.returncode for rank, process in enumerate(self.processes)}
         if all(code == EXIT_DONE for code in codes.values()):
-            return Outcome(EXIT_DONE, "done", signal=asked.name)
+            return Outcome(EXIT_DONE, "done", signal=signals.name)
         if all(code in _ORDERLY for code in codes.values()):
-            return Outcome(EXIT_PREEMPTED, "preempted", signal=asked.name)
-        if asked.insisted:
-            return Outcome(EXIT_FAILED, "stopped", signal=asked.name)
-        if asked.name and -signal.SIGTERM in codes.values():
+            return Outcome(EXIT_PREEMPTED, "preempted", signal=signals.name)
+        if signals.insisted:
+            return Outcome(EXIT_FAILED, "stopped", signal=signals.name)
+        if signals.name and -signal.SIGTERM in codes.values():
             # the signal came before the rank listened for it: nothing was begun that could be lost
-            return Outcome(EXIT_PREEMPTED, "stopped", signal=asked.name)
-        told = failure.collect(self.run.path)
-        known = {found.rank for found in told}
-        mute = [rank for rank, code in codes.items() if code not in _ORDERLY and rank not in known]
-        cause = failure.earliest(told + [self._silent(rank, codes[rank]) for rank in mute])
-        return Outcome(cause.exit_code, "failed", failure=cause, signal=asked.name)
+            return Outcome(EXIT_PREEMPTED, "stopped", signal=signals.name)
+        failures = failure.collect(self.run.path)
+        recorded = {record.rank for record in failures}
+        unrecorded = [rank for rank, code in codes.items() if code not in _ORDERLY and rank not in recorded]
+        cause = failure.earliest(failures + [self._unrecorded_failure(rank, codes[rank]) for rank in unrecorded])
+        return Outcome(cause.exit_code, "failed", failure=cause, signal=signals.name)
 
-    def _silent(self, rank: int, code: int) -> Failure:
-        """The failure of a rank that left no word: ended by a signal, or from below Python."""
+    def _unrecorded_failure(self, rank: int, code: int) -> Failure:
+        """The failure of a rank that could not write one: ended by a signal, or from below Python."""
         killed = self.killed and code == -signal.SIGKILL
         if killed:
-            how = "did not end in time (launch.shutdown_grace_s after a signal) and was killed"
+            summary = "it did not end in time (launch.shutdown_grace_s after a signal) and was killed"
+        elif code == -signal.SIGKILL:
+            summary = "it was ended by SIGKILL (out of memory?)"  # not by us: the kernel does that then
         elif code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
-            how += " (out of memory?)" if code == -signal.SIGKILL else ""
+            summary = f"it was ended by {signal.Signals(-code).name}"
         else:
-            how = f"ended with exit code {code}"
-        return Failure(
-            rank=rank,
-            time=self.ended[rank],
-            type="signal" if code < 0 else "exit",
-            summary=f"it {how}",
-            traceback="",
-            message=f"it {how}{_tail(_log_path(self.run, rank))}",
-            exit_code=EXIT_FAILED,
-            lost_peer=killed,
-        )
+            summary = f"it ended with exit code {code}"
+        kind, message = "signal" if code < 0 else "exit", summary + _tail(_log_path(self.run, rank))
+        return Failure(rank, self.ended[rank], kind, message, summary, "", EXIT_FAILED, lost_peer=killed)
 
 
-def _has_ended(process: subprocess.Popen) -> bool:
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    # WNOWAIT leaves a zombie, whose id stays taken until its group is killed
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -36,14 +36,14 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run this rank and leave."""
     parser = argparse.ArgumentParser(prog="titanyaml.launch.rank")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--generation", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
+    for flag, kind in (("--run-dir", Path), ("--run-id", str), ("--generation", int), ("--parent", int)):
+        parser.add_argument(flag, type=kind, required=True)
     options = parser.parse_args(arguments)
     die_with(options.parent)
     signals.install()
-    gc.disable()  # what torch imports stays: looking through it again and again takes a seventh of that time
+    # until the runner is imported: torch's modules stay, and collections that look through them again and again take a
+    # seventh of that time
+    gc.disable()
     run = RunDir(options.run_dir, generation=options.generation)
     rank = int(os.environ["RANK"])
     try:
@@ -53,7 +53,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         config = dump.load(run.path / "config.yaml", run_id=options.run_id, run_dir=str(run.path))
         code = perform(config, run, join(config))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher must learn of it
-        code = report(error, run, rank)
+        # in a file: an exit code is a byte, and rank 0's console is not the other ranks'
+        own_failure = failure.of_exception(error, rank=rank)
+        failure.write(own_failure, run.path)
+        code = own_failure.exit_code
     leave(code)
 
 
@@ -74,47 +77,34 @@ def leave_group(env: Env) -> None:
 
 
 def perform(config: Config, run: RunDir, env: Env) -> int:
-    """Call the runner, leave the group, record the result on rank 0.
-
-    Returns:
-        EXIT_DONE or EXIT_PREEMPTED. Anything else is raised.
-    """
+    """Call the runner, leave the group, record the result on rank 0; EXIT_DONE, EXIT_PREEMPTED, or an exception."""
     from titanyaml.config import instantiate
 
-    runner = instantiate.locate(config.runner._target_)
+    runner = instantiate.locate(config.runner._target_)  # imports the runner, and torch with it
     gc.enable()
     try:
-        result = runner(config, run, env)
-        record = {"state": "done", "exit_code": EXIT_DONE, **(result or {})}
+        result: dict[str, Any] | None = runner(config, run, env)
+        exit_code = EXIT_DONE
+        record = {"state": "done", "exit_code": exit_code, **(result or {})}
     except Preempted as stop:
         # every rank agreed to stop and has saved: this is an orderly end, the group can be taken down
-        record = {"state": "preempted", "exit_code": EXIT_PREEMPTED, "reason": stop.message}
+        exit_code = EXIT_PREEMPTED
+        record = {"state": "preempted", "exit_code": exit_code, "reason": stop.message}
     leave_group(env)
-    _record(record, run, env)
-    return record["exit_code"]
-
-
-def _record(record: dict[str, Any], run: RunDir, env: Env) -> None:
     if env.is_main:
-        run.check_generation()
+        run.check_generation()  # another process may have taken the folder over meanwhile
         run.write_status(**record)
-
-
-def report(error: BaseException, run: RunDir, rank: int) -> int:
-    """Leave ``error`` where the launcher looks; the exit code that it means."""
-    found = failure.of_exception(error, rank=rank)
-    failure.write(found, run.path)
-    return found.exit_code
+    return exit_code
 
 
 def leave(code: int) -> NoReturn:
     """End now, without the interpreter's own shutdown.
 
-    After a failure it could wait for threads that wait for dead peers; after success it would take all of torch apart
-    (a second), where everything has been closed and recorded.
+    After a failure the shutdown could wait for threads that wait for dead peers. After success everything is closed and
+    recorded, and it would take all of torch apart (a second).
     """
     if code in (EXIT_DONE, EXIT_PREEMPTED):
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # of libraries: compile workers end by them
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -122,7 +112,7 @@ def leave(code: int) -> NoReturn:
 
 
 def configure_logging(rank: int) -> None:
-    """Rank 0 of titanyaml talks; other ranks, and libraries, only say what is wrong."""
+    """Rank 0 of titanyaml logs information; other ranks, and libraries, log warnings only."""
     logging.basicConfig(
         level=logging.WARNING,
         stream=sys.stderr,
@@ -135,11 +125,11 @@ def configure_logging(rank: int) -> None:
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when ``parent`` ends, however it ends.
 
-    Where the kernel cannot (not Linux), and where the launcher died before it could be asked, a thread watches.
+    Where the kernel cannot (not Linux), a thread watches the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it ended before prctl: there will be no signal
         os._exit(EXIT_FAILED)
     threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
 

@@ -50,9 +50,10 @@ def check_changes(config: Config, text: str, run: RunDir, *, global_batch: int) 
             )
         return {}
     changes = dump.changes_since(path, config)
+    # of both files: where one has a value of its own in place of the reference, the rule of the key still holds
     references = dump.plugin_references(path.read_text(encoding="utf-8")) | dump.plugin_references(text)
     accepted = config.checkpoint.accept_changes
-    refused: dict[str, tuple[str, str]] = {}  # key -> (message, what to type for the old value)
+    refused: dict[str, tuple[str, str]] = {}  # key -> (message, override that brings the old value back)
     for changed_key, (old, new) in changes.items():
         key = _referred_key(changed_key, references)
         rule = resume_rule(key)
@@ -89,13 +90,10 @@ def _problems(refused: dict[str, tuple[str, str]], accepted: list[str]) -> list[
 
 
 def refuse_checkpoint_keys(config: Config, overrides: list[str]) -> None:
-    """``runner=eval`` and ``sample`` take model and tokenizer from ``runner.checkpoint``.
-
-    Raises:
-        ConfigError: the command line sets one of them; all that it sets, by the keys as they were typed.
-    """
+    """Raise ConfigError if the command line sets what ``runner.checkpoint`` brings: model or tokenizer."""
     if config.runner.checkpoint is None:
         return
+    # of the command line only: the composed tree always has a model, if only the default
     texts = {override_key(text): text for text in overrides}
     problems = [
         Problem(key, f"is fixed by the checkpoint {config.runner.checkpoint}", hint=f"leave out {text}")
@@ -109,4 +107,5 @@ def refuse_checkpoint_keys(config: Config, overrides: list[str]) -> None:
 def is_finished(run: RunDir, changes: dict[str, tuple[Any, Any]], *, steps: int) -> bool:
     """Whether nothing is left to do: the run is done, and was not extended since."""
     status = run.status()
+    # a higher train.steps extends a finished run
     return status.get("state") == "done" and ("train.steps" not in changes or status.get("step", 0) >= steps)

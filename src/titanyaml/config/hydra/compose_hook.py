@@ -17,6 +17,7 @@ from typing import Any, cast
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
@@ -132,7 +133,8 @@ def _checked_load_sweep_config(
 class Loader:
     """What the report needs of Hydra: parsing, options, one composition, the files behind it."""
 
-    def __init__(self, impl: ConfigLoaderImpl, config_name: str | None) -> None:
+    def __init__(self, impl: ConfigLoader, config_name: str | None) -> None:
+        assert isinstance(impl, ConfigLoaderImpl)  # Hydra's only one
         self._impl, self._config_name = impl, config_name
         self._repository: Any = impl.repository  # Hydra gives its repository no interface
 
@@ -197,7 +199,7 @@ def _untyped_schema() -> Iterator[None]:
         entry.node = typed
 
 
-def main_loader(*, config_dir: str | None = None, config_name: str = "config") -> Loader:
+def main_loader(*, config_dir: str | None = None) -> Loader:
     """A loader like the command line's: our configuration, and a user's folder (``--config-dir``) behind it."""
     store.register()
     hydra.version.setbase("1.3")  # what hydra.main does first
@@ -205,4 +207,4 @@ def main_loader(*, config_dir: str | None = None, config_name: str = "config") -
     if config_dir is not None:
         folder = f"file://{os.path.abspath(config_dir)}"
         hydra_path.prepend(provider="command-line", path=folder, anchor=SearchPathQuery(provider="schema"))
-    return Loader(ConfigLoaderImpl(hydra_path), config_name)
+    return Loader(ConfigLoaderImpl(hydra_path), "config")

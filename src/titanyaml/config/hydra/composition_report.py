@@ -66,7 +66,7 @@ def compose_report(overrides: list[str], *, loader: Loader, multirun: bool = Fal
     problems += result.problems
     cfg = _compose(loader, result, problems, multirun=multirun)
     if cfg is None:
-        return CompositionReport(None, _unique(problems))
+        return CompositionReport(None, list(dict.fromkeys(problems)))
     tree = check_tree(without_hydra(cfg), partial=multirun)
     # not those that repeat the problem of an override, nor of values that the jobs of a sweep replace
     problems += [problem for problem in tree.problems if not is_under(problem.key, result.doubtful | result.swept)]
@@ -84,7 +84,8 @@ def compose_report(overrides: list[str], *, loader: Loader, multirun: bool = Fal
             for problem in problems
         ]
     if problems:
-        return CompositionReport(cfg, _unique(_located(problems, loader, result, multirun=multirun)))
+        # two checks may find the same problem
+        return CompositionReport(cfg, list(dict.fromkeys(_located(problems, loader, result, multirun=multirun))))
     return CompositionReport(cfg if multirun else _typed(cfg, tree), [])
 
 
@@ -99,9 +100,9 @@ def _use_search_path(loader: Loader, overrides: list[str]) -> tuple[list[str], l
     try:
         loader.use_search_path(paths)
     except _USER_ERRORS as error:
-        where = " ".join(f"override {text!r}" for text in paths)
+        origin = " ".join(f"override {text!r}" for text in paths)
         allowed = "a list such as [file:///folder, pkg://package]"
-        problem = Problem("hydra.searchpath", _first_sentence(error), allowed=allowed, where=where)
+        problem = Problem("hydra.searchpath", _first_sentence(error), allowed=allowed, origin=origin)
         return [text for text in overrides if text not in paths], [problem]
     return overrides, []
 
@@ -127,7 +128,7 @@ def _translate(error: Exception, result: SortedOverrides, loader: Loader) -> tup
     message, culprit = _first_sentence(error), _culprit(error, result)
     key = next((key for key, text in result.keys if text == culprit), "")
     file = re.search(r"In '([^']+)'", message)
-    where = f"{file[1]}.yaml" if file and "/" in file[1] else f"override {culprit!r}" if culprit else ""
+    origin = f"{file[1]}.yaml" if file and "/" in file[1] else f"override {culprit!r}" if culprit else ""
     missing = re.search(r"Could not (?:find|load) '([\w-]+)/([^']+)'", message)
     refused = re.search(r"Could not override '([^']+)'", message)
     hint = ""
@@ -150,7 +151,7 @@ def _translate(error: Exception, result: SortedOverrides, loader: Loader) -> tup
         hint = f"+{culprit} (a replay merges options over what was recorded), or single keys: {key}.<key>=<value>"
     elif refused and find_key(key) is not None and "Did you mean" not in message:
         message, hint = "is not there yet; + adds it", f"+{culprit}"
-    return Problem(key, message, hint=hint, where=where), culprit
+    return Problem(key, message, hint=hint, origin=origin), culprit
 
 
 def _culprit(error: Exception, result: SortedOverrides) -> str | None:
@@ -197,10 +198,10 @@ def _with_final_fixes(problem: Problem, cfg: DictConfig, unknown: set[str], repo
 
     The first fix, which sets the key back to its default, stays in any case.
     """
-    first, *others = problem.hint.split(" or ")
+    reset, *fixes = problem.hint.split(" or ")
     plain = OmegaConf.to_container(without_hydra(cfg))
     # problems of other keys are reported anyway; those of this key must end with the fix
-    elsewhere = {(known.key, known.message) for known in reported if known.key != problem.key}
+    elsewhere = {(other.key, other.message) for other in reported if other.key != problem.key}
 
     def is_final(fix: str) -> bool:
         changed = OmegaConf.create(plain)
@@ -211,21 +212,17 @@ def _with_final_fixes(problem: Problem, cfg: DictConfig, unknown: set[str], repo
             OmegaConf.update(changed, key, yaml.safe_load(value))
         tree = check_tree(cast(DictConfig, changed))
         remaining = [*tree.problems, *check_rules(_without(tree.values, unknown))]
-        return all((left.key, left.message) in elsewhere for left in remaining)
+        return all((other.key, other.message) in elsewhere for other in remaining)
 
-    return dataclasses.replace(problem, hint=" or ".join([first, *filter(is_final, others)]))
+    return dataclasses.replace(problem, hint=" or ".join([reset, *filter(is_final, fixes)]))
 
 
 def _located(problems: list[Problem], loader: Loader, result: SortedOverrides, *, multirun: bool) -> list[Problem]:
     origins = Origins(result.keys, lambda: loader.files(result.composable, multirun=multirun))
     return [
-        problem if problem.where or not problem.key else dataclasses.replace(problem, where=origins.of(problem.key))
+        problem if problem.origin or not problem.key else dataclasses.replace(problem, origin=origins.of(problem.key))
         for problem in problems
     ]
-
-
-def _unique(problems: list[Problem]) -> list[Problem]:
-    return list(dict.fromkeys(problems))
 
 
 def _typed(cfg: DictConfig, tree: CheckedTree) -> DictConfig:

@@ -31,6 +31,7 @@ class ConfigFile:
 
     def holds(self, key: str) -> list[str] | None:
         """The key as a path inside the file, None if the file does not set it."""
+        # an "@package" header or a group's own name says below which key the content is merged
         names, package = key.split("."), [name for name in self.package.split(".") if name not in ("", "_global_")]
         if names[: len(package)] != package or not isinstance(self.config, DictConfig):
             return None
@@ -66,7 +67,7 @@ class ConfigFile:
 def _find_line(name: str, inside: list[str]) -> int | None:
     """Line of a key in a YAML file, or of the innermost section around it; None if the file cannot be read."""
     try:
-        with open(name, encoding="utf-8") as stream:
+        with open(name, encoding="utf-8") as stream:  # compose keeps line numbers, load does not
             node = yaml.compose(stream)
     except (OSError, yaml.YAMLError):
         return None
@@ -100,7 +101,7 @@ class Origins:
         option = next((text for name, text in setting if name != plain_key), "")
         if self._files is None:
             self._files = self._read_files()
-        for file in reversed(self._files):
+        for file in reversed(self._files):  # the last one that sets the key wins
             inside = file.holds(plain_key)
             if inside is not None and not (option and file.is_ours):
                 return file.location(inside)

@@ -40,7 +40,7 @@ class SortedOverrides:
 
     def refuse(self, text: str, problem: Problem) -> None:
         """Record why an override cannot be used."""
-        self.problems.append(replace(problem, where=f"override {text!r}"))
+        self.problems.append(replace(problem, origin=f"override {text!r}"))
         self.doubtful.add(problem.key)
 
     def drop(self, text: str) -> None:

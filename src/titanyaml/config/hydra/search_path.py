@@ -37,9 +37,7 @@ class MeshSource(ConfigSource):
         degrees = _mesh_of(config_path)
         if degrees is None:
             raise ConfigLoadError(f"Config not found : {config_path}")
-        return ConfigResult(
-            provider=self.provider, path=self.full_path(), config=OmegaConf.create(degrees), header={"package": None}
-        )
+        return _result(self, OmegaConf.create(degrees), None)
 
     def is_group(self, config_path: str) -> bool:
         return config_path.strip("/") in ("", "parallel")
@@ -60,6 +58,10 @@ class MeshSource(ConfigSource):
         return complete_mesh_name(prefix[1]) if prefix else sorted(_COMMON_MESHES)
 
 
+def _result(source: ConfigSource, config: Any, package: str | None) -> ConfigResult:
+    return ConfigResult(source.provider, source.full_path(), config, header={"package": package})
+
+
 def _mesh_of(config_path: str) -> dict[str, int] | None:
     group, _, name = config_path.rpartition("/")
     return parse_mesh_name(name.removesuffix(".yaml")) if group == "parallel" else None
@@ -74,6 +76,7 @@ def complete_mesh_name(prefix: str) -> list[str]:
         for part, axes in PARTS.items()
         for sizes in product(_COMPLETED_SIZES, repeat=len(axes))
     ]
+    # a name whose last part repeats an axis is no mesh
     return sorted(name for name in names if name.startswith(prefix) and parse_mesh_name(name))
 
 
@@ -88,13 +91,10 @@ class ExperimentSource(ConfigSource):
         file = self._file(config_path)
         if file is None:
             raise ConfigLoadError(f"Config not found : {config_path}")
-        text = file.read_text(encoding="utf-8")
-        with file.open(encoding="utf-8") as stream:  # OmegaConf names the file in YAML errors
+        with file.open(encoding="utf-8") as stream:  # not from its text: OmegaConf names the file in YAML errors
             config = OmegaConf.load(stream)
-        header = re.match(r"\s*#\s*@package\s+(\S+)", text)
-        return ConfigResult(
-            provider=self.provider, path=self.full_path(), config=config, header={"package": header and header[1]}
-        )
+        header = re.match(r"\s*#\s*@package\s+(\S+)", file.read_text(encoding="utf-8"))
+        return _result(self, config, header and header[1])
 
     def is_group(self, config_path: str) -> bool:
         return config_path.strip("/") in ("", "experiment")
@@ -103,7 +103,7 @@ class ExperimentSource(ConfigSource):
         return self._file(config_path) is not None
 
     def available(self) -> bool:
-        return resources.files(self.path).joinpath("__init__.py").is_file()
+        return resources.files(self.path).joinpath("__init__.py").is_file()  # not if a wheel was built without it
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         if config_path.strip("/") == "":

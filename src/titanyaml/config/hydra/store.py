@@ -5,6 +5,7 @@ from __future__ import annotations
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
+from hydra.plugins.plugin import Plugin
 from hydra.plugins.sweeper import Sweeper
 
 from titanyaml.config import schema
@@ -25,5 +26,6 @@ def register(*sweepers: type[Sweeper]) -> None:
     setup_globals()  # Hydra's own resolver ${now:...}
     resolvers.register()
     # registered, not left to Hydra's scan of hydra_plugins: they work without an installed package
-    for plugin in (search_path.MeshSource, search_path.ExperimentSource, search_path.TitanSearchPath, *sweepers):
+    plugins: list[type[Plugin]] = [search_path.MeshSource, search_path.ExperimentSource, search_path.TitanSearchPath]
+    for plugin in (*plugins, *sweepers):
         Plugins.instance().register(plugin)
