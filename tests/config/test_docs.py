@@ -11,7 +11,12 @@ import pytest
 
 from titanyaml.config import schema, schema_keys
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+#: Every page of the repository.
+PAGES = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), ROOT / "experiments/README.md"]
+#: Folders of the reader's own, in examples.
+EXAMPLE_FOLDERS = ("my_conf/", "their_pkg/", "conf/local/", "checkpoints/")
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +54,20 @@ def test_every_option_is_in_the_row_of_its_group() -> None:
             assert any(option.stem == name or option.stem.endswith(f"_{name}") for name in names), option
 
 
-def test_links_between_the_documents_lead_somewhere() -> None:
-    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md", DOCS.parent / "experiments" / "README.md"]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_the_documents_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_in_the_documents_exist(page: Path) -> None:
+    """`kernels/adamw.py`, `conf/hardware/` and so on: below src/titanyaml, the repository or the page's own folder."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    folders = (ROOT, ROOT / "src" / "titanyaml", ROOT / "src", page.parent, ROOT / "benchmarks")
+    for path in re.findall(r"`((?:[\w.-]+/)+(?:[\w-]+\.(?:py|yaml|csv|json))?|\w+\.py)`", text):
+        is_example = path.startswith(EXAMPLE_FOLDERS)
+        assert is_example or any((folder / path).exists() for folder in folders), f"{page.name} names {path}"
 
 
 def documented_runs() -> list[str]:
