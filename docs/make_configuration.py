@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from titanyaml.config import schema, schema_keys
+from titanyaml.config.keys import MISSING
 from titanyaml.config.scalar_types import spell
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -60,7 +61,8 @@ def _rows(kind: type, prefix: str) -> list[str]:
 def _type(key: schema_keys.Key) -> str:
     choices = key.rules.get("choices")
     if choices:
-        text = "list of " * (key.kind == list[str]) + ", ".join(f"`{spell(choice)}`" for choice in choices)
+        names = ", ".join(f"`{spell(choice)}`" for choice in choices)
+        text = f"list of {names}" if key.kind == list[str] else names
     else:
         text = "section" if key.is_section else _KINDS.get(key.kind, "mapping")
     bounds = [f"{sign} {key.rules[name]:g}" for name, sign in _BOUNDS if key.rules.get(name) is not None]
@@ -68,8 +70,10 @@ def _type(key: schema_keys.Key) -> str:
 
 
 def _default(key: schema_keys.Key) -> str:
-    if key.default == schema.MISSING:
-        return "the option says"
+    if key.default == MISSING:
+        return "required"
+    if key.is_section and key.default is not None:
+        return "the rows below"
     return "`{}`" if key.default == {} else f"`{spell(key.default)}`"
 
 
