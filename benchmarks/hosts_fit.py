@@ -56,19 +56,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measured(results: list[Path], patterns: list[str]) -> dict[str, Row]:
     """The speed rows of these files with their plans."""
-    found: dict[str, Any] = {}
+    rows_by_name: dict[str, Any] = {}
     for path in results:
-        found |= json.loads(path.read_text())["rows"]
+        rows_by_name |= json.loads(path.read_text())["rows"]
     return {
         name: _row(row["ours"])
-        for name, row in found.items()
+        for name, row in rows_by_name.items()
         if "tps" in row.get("ours", {}) and any(fnmatch(name, pattern) for pattern in patterns)
     }
 
 
 def _row(ours: dict[str, Any]) -> Row:
-    typed = [one for one in ours["command"] if "=" in one and not one.startswith(("runner", "tokenizer"))]
-    return planner_rows.own(
+    typed = [text for text in ours["command"] if "=" in text and not text.startswith(("runner", "tokenizer"))]
+    return planner_rows.own_row(
         {"options": " ".join(typed), "tokens_per_s_per_gpu": ours["tps"], "peak_mem_gib": ours["mem_reserved_gib"]}
     )
 

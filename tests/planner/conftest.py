@@ -10,17 +10,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from omegaconf import OmegaConf
 
-from titanyaml.config import dump, schema, schema_keys
+from titanyaml.config import schema
+from titanyaml.config.decoder_shape import DecoderShape
 from titanyaml.config.hydra import compose_hook, store
 from titanyaml.config.hydra.composition_report import compose_report
 from titanyaml.planner.model import devices
 from titanyaml.planner.model.inputs import TITANYAML, Job, Mesh
-from titanyaml.planner.model.shape import Shape
 
 REPO = Path(__file__).parents[2]
-LLAMA_8B = Shape("8b", 128256, 4096, 32, 32, 8, 128, 14336)
+LLAMA_8B = DecoderShape("8b", 128256, 4096, 32, 32, 8, 128, 14336)
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +63,6 @@ def configure() -> Callable[..., schema.Config]:
     def made(*overrides: str) -> schema.Config:
         report = compose_report(["runner=plan", "hardware=h200", *overrides], loader=loader)
         assert not report.problems
-        return dump.to_dataclass(OmegaConf.masked_copy(report.cfg, list(schema_keys.keys_of(schema.Config))))
+        return report.config()
 
     return made

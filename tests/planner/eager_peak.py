@@ -1,9 +1,9 @@
-"""Bytes that are alive at the fullest moment of an eager program: exact, as ``runner/memory_trace.py`` counts them.
+"""Bytes alive at the peak of an eager program: exact, as ``tests/memory_trace.py`` counts them.
 
-``memory.py`` says what CUDA's allocator will have reserved for a compiled one: streams do not share freed memory, and
-blocks stay cached. Here a byte counts while something refers to it. Two kinds of moments can be the fullest: the loss,
-when every activation is there, and the backward of a block, when its own and those before it are, and the gradients of
-those after it. In a block it is where the gradients of gate, up and their product meet.
+``planner/model/memory.py`` says what CUDA's allocator will have reserved for a compiled program: streams do not share
+freed memory, and blocks stay cached. Here a byte counts while something refers to it. The peak is at the loss, when
+every activation is there, or in the backward of a block, when its own activations and those before it are there, and
+the gradients of those after it. Within a block it is where the gradients of gate, up and their product meet.
 """
 
 from __future__ import annotations
@@ -13,142 +13,142 @@ import itertools
 from titanyaml.config import kept_matmuls
 from titanyaml.config.decoder_shape import BlockKind
 from titanyaml.planner.model import experts, in_flight, memory
-from titanyaml.planner.model import memory_of_kept as kept_products
 from titanyaml.planner.model.inputs import Job
+from titanyaml.planner.model.saved_activations import saved_per_token
+
+Parts = dict[str, float]
 
 
-def fullest(job: Job, *, rank: int = 0) -> tuple[str, dict[str, float]]:
-    """(what runs, bytes by part) at the fullest moment of a pipeline rank."""
-    found = _Program(job, rank).moments()
-    name = max(found, key=lambda name: sum(found[name].values()))
-    return name, found[name]
+def eager_peak(job: Job, *, rank: int = 0) -> tuple[str, Parts]:
+    """(what runs, bytes by part) at the peak of a pipeline rank."""
+    instants = _Program(job, rank).instants()
+    name = max(instants, key=lambda name: sum(instants[name].values()))
+    return name, instants[name]
 
 
-def kept(job: Job, block: BlockKind, *, mode: str | None = None, keeps: int = kept_matmuls.HALF) -> float:
-    """Bytes that a block keeps of one microbatch: as ``memory.saved_per_token`` says, and a float32 number for each
-    query and norm. keeps: of products, under ``selective_op``."""
-    numbers = 4 * job.shape.num_heads / job.mesh.tp + 8
-    small = numbers if (mode or job.ac) in ("none", "selective_op") else 0.0
-    if (mode or job.ac) == "selective_op":
-        return job.tokens * (kept_products.saved_per_token(job, block, keeps) + small)
-    return job.tokens * (memory.saved_per_token(job, block, mode=mode) + small)
+def saved_bytes(job: Job, block: BlockKind, *, mode: str = "", level: int = kept_matmuls.HALF) -> float:
+    """Bytes that a block saves of one microbatch: as planned, and a float32 per query (log-sum-exp) and norm (root)."""
+    floats = 4 * job.shape.num_heads / job.mesh.tp + 8 if (mode or job.ac) in ("none", "selective_op") else 0.0
+    return job.tokens * (saved_per_token(job, block, mode=mode, level=level) + floats)
 
 
 class _Program:
-    """One rank's stages, and what of them is alive when."""
+    """The stages of one rank, and what of them is alive when."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank, self.stages = job, rank, job.stages_of(rank)
         self.blocks = [block for stage in self.stages for block in stage.blocks]
-        self.narrow, self.wide = job.compute_bytes, max(4, job.compute_bytes)
-        self.sharded = job.mesh.token_degree > 1
-        self.grown = self.narrow if self.sharded else self.wide  # bytes of a parameter's gradient before reduction
+        # bytes of a parameter's gradient before reduction
+        self.gradient_bytes = job.compute_bytes if job.uses_fsdp else job.full_bytes
         levels = kept_matmuls.block_levels(job.ac_keep, blocks=len(self.blocks))
-        self.kept = [kept(job, block, keeps=keeps) for block, keeps in zip(self.blocks, levels, strict=True)]
-        self.all = [kept(job, block, mode="none") for block in self.blocks]
-        self.stream = job.slice_tokens * job.shape.dim * self.narrow
+        self.saved = [saved_bytes(job, block, level=level) for block, level in zip(self.blocks, levels, strict=True)]
+        self.saved_by_none = [saved_bytes(job, block, mode="none") for block in self.blocks]
+        self.stream = job.slice_tokens * job.shape.dim * job.compute_bytes
         self.states = memory.states(job, self.stages)
-        self.head = job.shape.vocab_size / job.mesh.tp * job.shape.dim
+        self.head = job.shape.table_params / job.mesh.tp
 
-    def moments(self) -> dict[str, dict[str, float]]:
-        """Bytes by part at every moment that may be the fullest."""
-        found = self._pipeline() if self.job.mesh.pp > 1 else self._whole()
+    def instants(self) -> dict[str, Parts]:
+        """Bytes by part at every instant that may be the peak."""
+        instants = self._pipeline() if self.job.mesh.pp > 1 else self._without_pipeline()
         fixed = {name: self.states[name] for name in ("parameters", "optimizer")}
-        return {when: fixed | parts for when, parts in found.items()}
+        return {when: fixed | parts for when, parts in instants.items()}
 
-    def _whole(self) -> dict[str, dict[str, float]]:
-        found = {
-            "loss": {
-                "activations": self.stream + sum(self.kept),
-                "loss": self._loss(),
-                "transfers": self._gathered(len(self.blocks)),
-            }
-        }
+    def _without_pipeline(self) -> dict[str, Parts]:
+        activations = self.stream + sum(self.saved)
+        transfers = self._gathered(len(self.blocks))
+        instants = {"loss": {"activations": activations, "loss": self._loss(), "transfers": transfers}}
         for i in range(len(self.blocks)):
-            found[f"block {i}"] = {
-                "activations": self.stream + sum(self.kept[:i]),
-                "block": self._work(i),
-                "gradients": sum(map(self._gradients, self.blocks[i + 1 :])) + self._head_gradient(),
+            instants[f"block {i}"] = {
+                "activations": self.stream + sum(self.saved[:i]),
+                "block": self._block_backward(i),
+                "gradients": sum(map(self._gradients, self.blocks[i + 1 :])) + self.gradient_bytes * self.head,
                 "transfers": self._gathered(i),
             }
-        return found
+        return instants
 
-    def _pipeline(self) -> dict[str, dict[str, float]]:
-        job, found = self.job, {}
-        first, last = job.ends_of(self.rank)
-        buffers, transfers = memory.stream_buffers(job, self.stages), memory.Transfers(job, self.stages)
-        one_forward = (sum(self.kept) + self.stream * first) / job.stages_per_rank
+    def _pipeline(self) -> dict[str, Parts]:
+        job, instants = self.job, {}
+        first, _ = job.ends_of(self.rank)
+        buffers, unsharded = memory.stream_buffers(job, self.stages), memory.UnshardedOnPipelineRank(job, self.stages)
+        saved_by_forward = (sum(self.saved) + self.stream * first) / job.stages_per_rank
         starts = list(itertools.accumulate((len(stage.blocks) for stage in self.stages), initial=0))
-        for number, moment in enumerate(in_flight.moments(job, self.rank)):
-            gradients, weights = transfers.gradients(moment), transfers.weights(moment)
-            at = starts[moment.stage] if moment.ends else starts[moment.stage + 1] - 1
-            gradients += self.wide * sum(job.params_of((self.stages[i],))[self.sharded] for i in moment.reduced)
-            if moment.stage in moment.grown and not moment.fresh:  # of the last matrix, before it is added up
-                gradients -= (self.grown - self.narrow) * self._last_matrix(at)
-            fixed = {"activations": moment.held * one_forward, "transfers": weights, "buffers": buffers}
-            work = self._work(at) - self.kept[at] * (not moment.ends)  # what it keeps is counted as held
-            found[f"backward {number}"] = fixed | {"block": work, "gradients": gradients}
-            if self.stages[moment.stage].last and not moment.ends:
-                found[f"loss {number}"] = fixed | {"loss": self._loss(), "gradients": gradients}
-                if job.reshard == "always" and moment.stage not in moment.idle:  # the blocks' forwards have freed them
-                    found[f"loss {number}"]["transfers"] = self.narrow * self.sharded * job.root(self.stages[-1])
-        return found
+        for number, instant in enumerate(in_flight.instants(job, self.rank)):
+            block = starts[instant.stage] if instant.at_first_block else starts[instant.stage + 1] - 1
+            gradients, weights = unsharded.gradients(instant), unsharded.weights(instant)
+            reduced = [job.params_of((self.stages[i],))[job.uses_fsdp] for i in instant.reduced]
+            gradients += job.full_bytes * sum(reduced)
+            if instant.stage in instant.unreduced and not instant.first_backward:
+                # w2's gradient before it is added up
+                gradients -= (self.gradient_bytes - job.compute_bytes) * self._last_matrix(block)
+            in_flight_bytes = instant.in_flight * saved_by_forward
+            fixed = {"activations": in_flight_bytes, "transfers": weights, "buffers": buffers}
+            work = self._block_backward(block)
+            if not instant.at_first_block:
+                work -= self.saved[block]  # counted among the forwards in flight
+            instants[f"backward {number}"] = fixed | {"block": work, "gradients": gradients}
+            if self.stages[instant.stage].last and not instant.at_first_block:
+                at_loss = fixed | {"loss": self._loss(), "gradients": gradients}
+                if job.reshard == "always" and instant.stage not in instant.unfreed:  # its forward has freed the blocks
+                    root = job.root_params(self.stages[-1]) if job.uses_fsdp else 0.0
+                    at_loss["transfers"] = job.compute_bytes * root
+                instants[f"loss {number}"] = at_loss
+        return instants
 
     def _loss(self) -> float:
-        """Normed stream (gathered under tp), gradients that a chunked loss keeps, and a chunk's logits with their
-        log-softmax in float32. From the second chunk on there are the sum of the head's gradients, and the logits'
-        gradient of the chunk before, which the loop has not let go of."""
-        job, wide = self.job, self.wide
+        """The normed stream (gathered under tp), its gradient, and a chunk's logits with their float32 log-softmax.
+
+        From the second chunk on there are the sum of the head's gradients, and the logits' gradient of the chunk
+        before, which the loop has not let go of.
+        """
+        job = self.job
         chunk = min(job.chunk_tokens, job.tokens) * job.shape.vocab_size / job.mesh.tp
-        logits, summed = 2 * wide * chunk, wide * self.head
+        logits, summed = 2 * job.full_bytes * chunk, job.full_bytes * self.head
         if job.chunk_tokens < job.tokens:
-            logits += summed + self.narrow * chunk
+            logits += summed + job.compute_bytes * chunk
         else:
-            logits = max(logits, (wide + self.narrow) * chunk + summed)
-        hidden = job.tokens * job.shape.dim * self.narrow
+            logits = max(logits, (job.full_bytes + job.compute_bytes) * chunk + summed)
+        hidden = job.tokens * job.shape.dim * job.compute_bytes
         normed = self.stream + hidden * (job.mesh.tp > 1 and job.sequence_parallel)
         return logits + hidden + normed
 
-    def _head_gradient(self) -> float:
-        return self.grown * self.head
-
     def _gradients(self, block: BlockKind) -> float:
-        """Of a block whose backward is over, on this rank."""
-        groups = self.job.groups(block)
-        if not self.sharded:
-            return self.wide * sum(size for _, size in groups)
-        return self.wide * sum(size / self.job.mesh.size(axis) for axis, size in groups)
+        """Gradients of a block whose backward is over, on this rank."""
+        sharded = [params / self.job.mesh.size(axis) for axis, params in self.job.groups(block)]
+        return self.job.full_bytes * (sum(sharded) if self.job.uses_fsdp else self.job.block_params(block))
 
     def _gathered(self, i: int) -> float:
-        """FSDP's: weights of the ends and of block ``i``, the one before it on its way, and the gradients of the one
-        after it as they are reduced. At the loss (``i`` past the end) the last block is there, and on its way."""
-        if not self.sharded:
+        """FSDP's weights of the ends and of block ``i``, those of the block before on their way, and the gradients of
+        the block after as they are reduced. At the loss (``i`` past the end): the last block's, there and on their way.
+        """
+        job = self.job
+        if not job.uses_fsdp:
             return 0.0
-        count, loss = len(self.blocks), i == len(self.blocks)
-        sizes = [[(axis, size) for axis, size in self.job.groups(block)] for block in self.blocks]
-        whole = [sum(size for _, size in groups) for groups in sizes]
-        moving = [sum(size for axis, size in groups if self.job.mesh.size(axis) > 1) for groups in sizes]
-        held = self.narrow * sum(map(self.job.root, self.stages))
+        count, at_loss = len(self.blocks), i == len(self.blocks)
+        unsharded = [job.block_params(block) for block in self.blocks]
+        # what one rank alone shards is never gathered
+        moving = [sum(params for axis, params in job.groups(block) if job.mesh.size(axis) > 1) for block in self.blocks]
+        params = sum(map(job.root_params, self.stages))
         i = min(i, count - 1)
-        if self.job.reshard == "never":
-            held += self.narrow * sum(whole)
+        if job.reshard == "never":
+            params += sum(unsharded)
         else:
-            held += self.narrow * (whole[i] + (moving[i] if loss else moving[i - 1] if i else 0.0))
-        return held + (self.wide * whole[i + 1] if not loss and i + 1 < count else 0.0)
+            params += unsharded[i] + (moving[i] if at_loss else moving[i - 1] if i else 0.0)
+        reduced = unsharded[i + 1] if not at_loss and i + 1 < count else 0.0
+        return job.compute_bytes * params + job.full_bytes * reduced
 
-    def _work(self, i: int) -> float:
-        """A block's backward: all that it keeps, or has computed again, and its gradients."""
+    def _block_backward(self, i: int) -> float:
+        """All that a block saves, or has computed again, and its gradients."""
         job, block = self.job, self.blocks[i]
-        shape, b = job.shape, self.narrow
-        work = memory.gradients_at_work(job, block, width=self.grown)
+        shape, b = job.shape, job.compute_bytes
+        work = memory.gradients_at_work(job, block, weight_bytes=self.gradient_bytes)
         if block.mixture:
-            of, width = shape.mixture, job.tokens * shape.width(block) * b / job.mesh.tp
-            spread = self.grown * of.num_experts * shape.expert_params / 3 / job.mesh.ep
-            # the shared expert has had its turn, and its activations are gone
-            work = max(work, experts.pairs(job) * (2 * of.ffn_dim + shape.dim) * b + spread - 4 * width)
-        return self.all[i] + work
+            moe, shared = shape.experts, job.tokens * shape.width(block) * b / job.mesh.tp
+            weights = self.gradient_bytes * moe.num_experts * shape.expert_params / 3 / job.mesh.ep
+            # the shared expert's backward is over, and its activations are gone
+            routed = experts.pairs(job) * (2 * moe.ffn_dim + shape.dim) * b + weights - 4 * shared
+            work = max(work, routed)
+        return self.saved_by_none[i] + work
 
     def _last_matrix(self, i: int) -> float:
-        """Parameters of the feed-forward's last matrix, whose gradient comes first."""
-        shape = self.job.shape
-        return shape.width(self.blocks[i]) * shape.dim / self.job.mesh.tp
+        """Parameters of w2, whose gradient comes first."""
+        return self.job.shape.width(self.blocks[i]) * self.job.shape.dim / self.job.mesh.tp

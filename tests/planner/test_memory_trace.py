@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import memory_trace
-from tests.planner import eager_peak
+from tests.planner.eager_peak import eager_peak, saved_bytes
 from tests.ranks import run_ranks
 from titanyaml import optim
 from titanyaml.config import kept_matmuls
@@ -17,6 +17,7 @@ from titanyaml.distributed import compat_compile
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.tensor import local
 from titanyaml.planner.model import from_config, in_flight, memory, operators
+from titanyaml.planner.model.saved_activations import saved_per_token
 from titanyaml.runner import setup
 
 SMALL = [
@@ -63,9 +64,9 @@ def test_memory_is_what_the_pipeline_needs(configure, mesh: str, rank: int, ac: 
     assert real.optimizer == pytest.approx(states["optimizer"], rel=0.001)
     assert real.gradients == pytest.approx(states["gradients"], rel=0.001)
     held = in_flight.forwards_held(job, rank) / job.stages_per_rank if job.mesh.pp > 1 else 1
-    saved = [held * eager_peak.kept(job, block) for stage in stages for block in stage.blocks]
+    saved = [held * saved_bytes(job, block) for stage in stages for block in stage.blocks]
     assert real.saved == pytest.approx(saved, rel=0.02)
-    when, parts = eager_peak.fullest(job, rank=rank)
+    when, parts = eager_peak(job, rank=rank)
     assert real.peak.total == pytest.approx(sum(parts.values()), rel=0.02), (when, parts, real.peak)
 
 
@@ -79,7 +80,7 @@ def states_of_a_rank(rank: int, config: Config) -> tuple[int, ...]:
         tokens_BS=tokens_BS,
         labels_BS=tokens_BS,
         documents_BS=tokens_BS,
-        loss_fn=setup.loss_function(config, built.context),
+        loss_fn=setup.build_loss(config, built.context),
     ).backward()
     moments = [tensor for state in optimizer.state_tensors().values() for tensor in state.values()]
     storages = [
@@ -111,7 +112,7 @@ def test_states_are_those_of_real_ranks(configure, master: str) -> None:
 )
 def test_a_pipeline_peaks_at_one_of_its_moments(configure, typed: str, rank: int) -> None:
     config = configure(*DENSE, "parallel=fsdp4_pp2", "train.global_batch=32", *typed.split())
-    _, parts = eager_peak.fullest(from_config.job(config), rank=rank)
+    _, parts = eager_peak(from_config.job(config), rank=rank)
     real = memory_trace.measured(config, pipeline_rank=rank).peak
     assert real.total == pytest.approx(sum(parts.values()), rel=0.02), (parts, real)
 
@@ -124,9 +125,9 @@ def test_a_share_of_the_products_takes_what_is_planned(configure, model: list[st
     job = from_config.job(config)
     levels = kept_matmuls.block_levels(share, blocks=job.shape.num_layers)
     real = memory_trace.measured(config)
-    saved = [eager_peak.kept(job, block, keeps=keeps) for block, keeps in zip(job.shape.blocks, levels, strict=True)]
+    saved = [saved_bytes(job, block, level=level) for block, level in zip(job.shape.blocks, levels, strict=True)]
     assert real.saved == pytest.approx(saved, rel=0.02)
-    _, parts = eager_peak.fullest(job)
+    _, parts = eager_peak(job)
     assert real.peak.total == pytest.approx(sum(parts.values()), rel=0.02), (parts, real.peak)
 
 
@@ -149,9 +150,9 @@ def test_a_compiled_block_keeps_what_is_planned(configure, model: list[str], typ
     [block] = job.shape.blocks
     # cosines and sines of a cp rank's positions are picked in the forward, and belong to all blocks
     tables = 4 * config.train.seq_len // job.mesh.cp * job.shape.head_dim * (job.mesh.cp > 1)
-    [keeps] = kept_matmuls.block_levels(job.ac_keep, blocks=1)
+    [level] = kept_matmuls.block_levels(job.ac_keep, blocks=1)
     measured = memory_trace.compiled_block(config) - tables
-    assert measured == pytest.approx(eager_peak.kept(job, block, keeps=keeps), rel=0.02)
+    assert measured == pytest.approx(saved_bytes(job, block, level=level), rel=0.02)
 
 
 @pytest.fixture
@@ -178,8 +179,8 @@ def test_a_budget_repeats_attention_where_the_partitioner_does(configure, no_bud
         job = from_config.job(config)
         [block] = job.shape.blocks
         kept.append(memory_trace.compiled_block(config))
-        planned.append(job.tokens * memory.saved_per_token(job, block))
-        repeated.append("attention" in operators.redone(job, block))
+        planned.append(job.tokens * saved_per_token(job, block))
+        repeated.append("attention" in operators.recomputed(job, block))
     assert repeated == [False, True]
     sums = 4 * job.tokens * job.shape.num_heads // 2  # logarithms, which the plan leaves out
     assert kept[0] - kept[1] == planned[0] - planned[1] + sums > sums

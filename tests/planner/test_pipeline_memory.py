@@ -36,9 +36,9 @@ def test_an_interleaved_rank_has_the_gradients_of_a_stage_at_a_time(job) -> None
     made = job(
         mesh=Mesh(dp_shard=8, pp=4), schedule="Interleaved1F1B", stages_per_rank=2, local_batch=4, microbatches=4
     )
-    found = list(in_flight.moments(made, 0))
-    assert {moment.grown for moment in found} == {(), (0,), (1,)}
-    assert max(moment.held for moment in found) == in_flight.forwards_held(made, 0) == 8
+    instants = list(in_flight.instants(made, 0))
+    assert {instant.unreduced for instant in instants} == {(), (0,), (1,)}
+    assert max(instant.in_flight for instant in instants) == in_flight.forwards_held(made, 0) == 8
     plain = job(mesh=Mesh(dp_shard=8, pp=4), local_batch=4, microbatches=4)
     several, one = (memory.plan_memory(of).parts["unsharded gradients"] for of in (made, plain))
     assert several < 0.7 * one

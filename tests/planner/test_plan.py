@@ -10,14 +10,14 @@ import torch
 from titanyaml.config import schema
 from titanyaml.distributed.env import Env
 from titanyaml.errors import ConfigError
-from titanyaml.planner.model import cost, devices, from_config, memory, operators, step
-from titanyaml.planner.model import plan as planning
+from titanyaml.planner.model import cost, devices, from_config, memory, operators, primitives, step
 from titanyaml.planner.model.inputs import FUSED, TITANYAML, Mesh
+from titanyaml.planner.model.plan import plan_job
 from titanyaml.planner.report import timeline
 from titanyaml.planner.report.budget import budget
-from titanyaml.planner.report.remarks import warnings
+from titanyaml.planner.report.remarks import remarks_on
 from titanyaml.planner.search import remedies
-from titanyaml.runner import honesty
+from titanyaml.runner import plan_vs_measured
 
 
 def test_published_sizes(job) -> None:
@@ -33,9 +33,9 @@ def test_seconds_add_up(job) -> None:
 
 
 def test_a_product_by_hand(job) -> None:
-    one = operators.Gemm("x", 8192, 8192, 8192)
+    one = primitives.Gemm("x", 8192, 8192, 8192)
     assert cost.gemm_seconds(job(), one) == pytest.approx(2 * 8192**3 / 560e12 * (1 + 110 * 3 / 8192))
-    narrow = operators.Gemm("x", 8192, 8, 8192)  # bound by its operands
+    narrow = primitives.Gemm("x", 8192, 8, 8192)  # bound by its operands
     assert cost.gemm_seconds(job(), narrow) > narrow.flops / 560e12 * 10
 
 
@@ -124,29 +124,29 @@ def test_split_masters_halve_the_shards_of_gradients(job) -> None:
 )
 def test_what_does_not_fit_says_what_would(configure, typed: str) -> None:
     config = configure(*typed.split())
-    made = planning.plan(from_config.job(config))
-    ways = remedies.changes(config, made)
-    found = ways.found
-    assert not made.fits and len(found) == 3 and ways.few() == ""
+    made = plan_job(from_config.job(config))
+    ways = remedies.find_remedies(config, made)
+    found = ways.remedies
+    assert not made.fits and len(found) == 3 and ways.remark() == ""
     assert len({one.kinds for one in found}) == 3, "different in kind"
     slowdowns = [one.slowdown for one in found]
     assert slowdowns == sorted(slowdowns)
     for one in found:
-        again = planning.plan(from_config.job(configure(*typed.split(), *one.typed.split())))
+        again = plan_job(from_config.job(configure(*typed.split(), *one.typed.split())))
         assert again.fits and again.job.mesh.world_size == one.devices
         assert again.tps == pytest.approx(one.tps) and one.tps == pytest.approx((1 - one.slowdown) * made.tps)
 
 
 def test_what_fits_needs_no_change(configure) -> None:
     config = configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1")
-    assert remedies.changes(config, planning.plan(from_config.job(config))).found == []
+    assert remedies.find_remedies(config, plan_job(from_config.job(config))).remedies == []
 
 
 def test_where_few_changes_fit_the_nearest_is_named(configure) -> None:
     config = configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1")
-    ways = remedies.changes(config, planning.plan(from_config.job(config)), limit_gib=2.0)
-    assert ways.found == [] and ways.over_gib > 0
-    assert ways.few().startswith("none of the changes that were tried makes it fit; the nearest, ")
+    ways = remedies.find_remedies(config, plan_job(from_config.job(config)), limit_gib=2.0)
+    assert ways.remedies == [] and ways.over_gib > 0
+    assert ways.remark().startswith("none of the changes that were tried makes it fit; the nearest, ")
     near = from_config.job(configure("model=llama3_8b", "parallel=fsdp8", "train.local_batch=1", *ways.nearest.split()))
     assert memory.plan_memory(near).with_margin / memory.GIB - 2.0 == pytest.approx(ways.over_gib)
 
@@ -170,17 +170,17 @@ def test_where_few_changes_fit_the_nearest_is_named(configure) -> None:
 def test_remarks(job, changed: dict, words: str) -> None:
     if "shape" in changed:
         changed = changed | {"shape": replace(job().shape, num_kv_heads=16)}
-    assert any(words in text for text in warnings(planning.plan(job(**changed))))
+    assert any(words in text for text in remarks_on(plan_job(job(**changed))))
 
 
 def test_what_is_on_is_not_advised(job) -> None:
-    made = planning.plan(job(mesh=Mesh(dp_shard=8, tp=8), local_batch=1, async_tp=("all_gather", "reduce_scatter")))
-    said = " ".join(warnings(made))
+    made = plan_job(job(mesh=Mesh(dp_shard=8, tp=8), local_batch=1, async_tp=("all_gather", "reduce_scatter")))
+    said = " ".join(remarks_on(made))
     assert "waits for tp transfers" in said and "async_tp" not in said
 
 
 def test_a_good_plan_has_no_remarks(job) -> None:
-    assert warnings(planning.plan(job("h200", mesh=Mesh(dp_shard=32), ac="none"))) == []
+    assert remarks_on(plan_job(job("h200", mesh=Mesh(dp_shard=32), ac="none"))) == []
 
 
 @pytest.mark.parametrize(
@@ -209,27 +209,27 @@ def test_a_good_plan_has_no_remarks(job) -> None:
     ],
 )
 def test_every_range_says_why(job, option: str, changed: dict, width: float, words: str) -> None:
-    found = planning.plan(job(option, **changed)).range
+    found = plan_job(job(option, **changed)).range
     assert found[0] == width
     assert words in found[1]
 
 
 def test_calibrated_rates_have_their_own_range(job) -> None:
     made = job("h200")
-    width, why = planning.plan(replace(made, device=replace(made.device, basis="calibrated"))).range
+    width, why = plan_job(replace(made, device=replace(made.device, basis="calibrated"))).range
     assert width == 0.25 and "103 are planned within 25 %" in why
 
 
 def test_a_small_budget_repeats_products(job) -> None:
     """From no recomputation to all of it, the less is kept the slower."""
-    budgets = [planning.plan(job(ac="memory_budget", ac_budget=share)).tps for share in (0.8, 0.6, 0.4, 0.0)]
-    full = planning.plan(job(ac="full")).tps
+    budgets = [plan_job(job(ac="memory_budget", ac_budget=share)).tps for share in (0.8, 0.6, 0.4, 0.0)]
+    full = plan_job(job(ac="full")).tps
     assert budgets == sorted(budgets, reverse=True)
     assert budgets[0] > 1.1 * budgets[-1] and budgets[-1] == pytest.approx(full, rel=0.02)
 
 
 def test_a_budget(job) -> None:
-    made = planning.plan(job())
+    made = plan_job(job())
     spent = budget(made, tokens=made.tps * 8 * 3600, power_w=500, price_per_hour=2.0)
     assert spent["gpu_hours"] == pytest.approx(8)
     assert spent["days"] == pytest.approx(1 / 24)
@@ -324,13 +324,13 @@ def test_a_run_is_held_against_its_plan(configure) -> None:
     env = Env(0, 1, 0, torch.device("cuda"), "nccl")
     record = {"step": 20, "tps": 1000.0, "step_s": 1.0, "mem_reserved_gib": 2.0}
     config = configure("parallel=single", "train.local_batch=2")
-    said = honesty.compare(config, env, record)
-    made = planning.plan(from_config.job(config))
+    said = plan_vs_measured.compare(config, env, record)
+    made = plan_job(from_config.job(config))
     assert said["error"]["tps"] == pytest.approx(made.tps / 1000 - 1)
     assert said["measured"] == {"tps": 1000.0, "step_s": 1.0, "memory_gib": 2.0}
-    assert honesty.compare(config, Env(0, 1, 0, torch.device("cpu"), "gloo"), record) is None
+    assert plan_vs_measured.compare(config, Env(0, 1, 0, torch.device("cpu"), "gloo"), record) is None
     config.hardware = schema.Hardware(name="mine")
-    assert honesty.compare(config, env, record) is None, "a device without rates"
+    assert plan_vs_measured.compare(config, env, record) is None, "a device without rates"
 
 
 def test_a_typed_cluster_wins(configure) -> None:
@@ -354,13 +354,13 @@ def test_experts_are_spread_over_their_ranks(configure) -> None:
     assert (
         memory.plan_memory(spread).parts["gathered weights"] < 0.5 * memory.plan_memory(alone).parts["gathered weights"]
     )
-    comm = {(row["axis"], row["op"]): row for row in planning.plan(spread).communication()}
+    comm = {(row["axis"], row["op"]): row for row in plan_job(spread).communication()}
     assert comm["ep", "all_to_all"]["bytes"] > 0 and comm["ep", "all_to_all"]["exposed_s"] > 0
-    assert planning.plan(spread).range[0] == 0.30
+    assert plan_job(spread).range[0] == 0.30
 
 
 def test_small_groups_of_rows_are_slow(job) -> None:
-    one, many = (operators.Gemm("x", 8192, 4096, 4096, groups=groups) for groups in (1, 64))
+    one, many = (primitives.Gemm("x", 8192, 4096, 4096, groups=groups) for groups in (1, 64))
     assert one.flops == many.flops
     assert cost.gemm_seconds(job(), many) > 1.4 * cost.gemm_seconds(job(), one)
 
@@ -368,7 +368,7 @@ def test_small_groups_of_rows_are_slow(job) -> None:
 def test_what_leaves_a_host_is_slow(job) -> None:
     def seconds(ranks: int) -> float:
         made = job(mesh=Mesh(dp_shard=ranks, ep=ranks))
-        return cost.collective_seconds(made, operators.Collective("ep", "all_to_all", 1e9))
+        return cost.collective_seconds(made, primitives.Collective("ep", "all_to_all", 1e9))
 
     assert seconds(8) == pytest.approx(1e9 * 7 / 8 / 270e9, rel=0.05)
     assert seconds(16) == pytest.approx(1e9 * (7 / 16 / 270e9 + 8 / 16 / 40e9), rel=0.05)
@@ -378,7 +378,7 @@ def test_chunks_of_attention_are_cheaper(configure) -> None:
     long = from_config.job(configure("model=llama4_17bx16e", "parallel=fsdp16", "train.seq_len=32768"))
     flops = {
         block.rotary: sum(
-            one.flops for one in operators.block_forward(long, block) if isinstance(one, operators.Attention)
+            one.flops for one in operators.block_forward(long, block) if isinstance(one, primitives.AttentionKernel)
         )
         for block in long.shape.blocks
     }

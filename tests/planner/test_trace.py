@@ -31,10 +31,10 @@ MIXED = [
 
 def check(configure: Callable, *typed: str, ranks: tuple[int, ...] = (0,)) -> None:
     """Plan and trace agree on these pipeline ranks."""
-    small = tracing.reduced(configure(*typed))
+    small = tracing.reduce_config(configure(*typed))
     job = from_config.job(small)
     for rank in ranks:
-        planned, traced = tracing.planned(job, pipeline_rank=rank), tracing.traced(small, pipeline_rank=rank)
+        planned, traced = tracing.plan_work(job, pipeline_rank=rank), tracing.trace_work(small, pipeline_rank=rank)
         assert traced.flops > 0
         assert planned.flops == traced.flops
         assert {key: tuple(value) for key, value in planned.comm.items()} == {

@@ -1,106 +1,117 @@
-"""What routers and experts of a mixture do: beside ``operators.py``, in the same terms.
+"""Operators that routers and experts of a mixture add to ``operators.py``.
 
-N tokens of a rank (under sequence parallelism its slice), K experts of each, M = N*K pairs, E experts of which E/ep are
-here, f inner width. Loads are taken as even: every expert gets as many pairs as every other, so that a rank receives as
-many as it sends.
+Symbols: N tokens of a rank (its slice under sequence parallelism), K experts of a token, M = N*K (token, expert) pairs,
+E experts, of which E/ep are on this rank, f inner width of an expert, d width of the residual stream.
+
+Loads are planned as even: every expert gets M*ep/E pairs, so that a rank receives as many as it sends. Any other load
+would be a number without a source.
 """
 
 from __future__ import annotations
 
 from titanyaml.planner.model.inputs import Job
-from titanyaml.planner.model.primitives import Collective, Gemm, Operator, Pass, width
+from titanyaml.planner.model.primitives import Collective, Gemm, MemoryPass, Operator
 
 
 def pairs(job: Job) -> int:
-    """(token, expert) pairs that a rank sends, and gets."""
-    return job.slice_tokens * job.shape.mixture.top_k
+    """M: (token, expert) pairs that a rank sends, and receives."""
+    return job.slice_tokens * job.shape.experts.top_k
 
 
-def products(job: Job) -> list[Gemm]:
-    """The router's product, in float32 or wider, and the experts' three, each one grouped kernel."""
-    of, d, mesh = job.shape.mixture, job.shape.dim, job.mesh
-    rows, groups, dtype = pairs(job), of.num_experts // mesh.ep, width(job)
-    wide = "fp64" if job.compute_bytes == 8 else "fp32"
+def gemms(job: Job) -> list[Gemm]:
+    """The router's GEMM, in float32 or wider, and the experts' three, each one grouped kernel."""
+    moe, d, m = job.shape.experts, job.shape.dim, pairs(job)
+    groups = moe.num_experts // job.mesh.ep
     return [
-        Gemm("router", job.slice_tokens, of.num_experts, d, wide),
-        Gemm("experts.w1", rows, of.ffn_dim, d, dtype, groups),
-        Gemm("experts.w3", rows, of.ffn_dim, d, dtype, groups),
-        Gemm("experts.w2", rows, d, of.ffn_dim, dtype, groups),
+        Gemm("router", job.slice_tokens, moe.num_experts, d, "fp64" if job.compute_bytes == 8 else "fp32"),
+        Gemm("experts.w1", m, moe.ffn_dim, d, job.dtype, groups),
+        Gemm("experts.w3", m, moe.ffn_dim, d, job.dtype, groups),
+        Gemm("experts.w2", m, d, moe.ffn_dim, job.dtype, groups),
     ]
 
 
 def forward(job: Job) -> list[Operator]:
-    """Choose, send, compute, bring back."""
-    return [*products(job), *_balance(job), *_counts(job), *_rows(job), *_rows(job), _passes(job, backward=False)]
+    """Choose experts, exchange counts and rows, compute, bring the results back."""
+    exchange = _exchange_rows(job)
+    balance, counts = _exchange_scores(job), _exchange_counts(job)
+    return [*gemms(job), *balance, *counts, *exchange, *exchange, _passes(job, backward=False)]
 
 
 def backward(job: Job) -> list[Operator]:
-    """The same way back, and the sums of gradients over tp ranks that each saw a slice of the sequence."""
-    found: list[Operator] = []
-    for one in products(job):
-        found += [
-            Gemm(f"{one.name}.dx", one.m, one.k, one.n, one.dtype, one.groups),
-            Gemm(f"{one.name}.dw", one.n, one.k, one.m, one.dtype, one.groups, split="k"),
+    """The same way back, and gradients of weights that several tp ranks hold."""
+    operators: list[Operator] = []
+    for gemm in gemms(job):
+        operators += [
+            Gemm(f"{gemm.name}.dx", gemm.m, gemm.k, gemm.n, gemm.dtype, gemm.groups),
+            Gemm(f"{gemm.name}.dw", gemm.n, gemm.k, gemm.m, gemm.dtype, gemm.groups, split="k"),
         ]
     if job.mesh.tp > 1 and job.sequence_parallel:
-        shape, wide = job.shape, max(job.compute_bytes, 4)
-        whole = [shape.router_params]
-        whole += [shape.mixture.num_experts * shape.expert_params // 3] * 3 if job.mesh.ep == 1 else []
-        found += [Collective("tp", "all_reduce", size * wide, "replicated") for size in whole]
-    return [*found, *_rows(job), *_rows(job), _passes(job, backward=True)]
+        # tp ranks saw different tokens but hold the same router, and without ep the same experts: gradients are summed
+        shape = job.shape
+        replicated = [shape.router_params]
+        if job.mesh.ep == 1:
+            replicated += [shape.experts.num_experts * shape.expert_params // 3] * 3
+        operators += [Collective("tp", "all_reduce", params * job.full_bytes, "replicated") for params in replicated]
+    exchange = _exchange_rows(job)
+    return [*operators, *exchange, *exchange, _passes(job, backward=True)]
 
 
 def saved(job: Job) -> float:
-    """Elements of the compute dtype that a mixture keeps of a token, beside its shared expert: what the router read, in
-    float32; its experts' rows, gate, up, their product (eager: and the gate's activation) and results; scores in
-    float32, and six indices of a pair."""
-    of, d, b = job.shape.mixture, job.shape.dim, job.compute_bytes
-    share = 1 / job.mesh.tp if job.sequence_parallel else 1.0
-    eager = not job.compiled or job.mesh.ep > 1
-    wide = max(4, b) / b
-    router = wide * (d + of.num_experts) + 6 * 8 * of.top_k / b
-    return share * (router + of.top_k * (2 * d + (4 if eager else 3) * of.ffn_dim))
+    """Elements of the compute dtype that a mixture saves of a token for its backward, without its shared expert.
+
+    Per token: the router's input and its scores, in float32. Per pair: the experts' input and output rows, gate, up and
+    their product (eager: the activated gate too), and six int64 indices.
+    """
+    moe, d, b = job.shape.experts, job.shape.dim, job.compute_bytes
+    router = job.full_bytes / b * (d + moe.num_experts) + 6 * 8 * moe.top_k / b
+    return _token_share(job) * (router + moe.top_k * (2 * d + (4 if _is_eager(job) else 3) * moe.ffn_dim))
 
 
-def kept(job: Job) -> float:
-    """The same of selective recomputation: every second product, of which w1 and w2 are two."""
-    of = job.shape.mixture
-    share = 1 / job.mesh.tp if job.sequence_parallel else 1.0
-    return share * of.top_k * (of.ffn_dim + job.shape.dim)
+def saved_by_half(job: Job) -> float:
+    """The same under selective recomputation that keeps every second GEMM output: w1's and w2's of the experts."""
+    moe = job.shape.experts
+    return _token_share(job) * moe.top_k * (moe.ffn_dim + job.shape.dim)
 
 
-def _rows(job: Job) -> list[Operator]:
-    """Pairs to the ranks of their experts, or back."""
+def _token_share(job: Job) -> float:
+    """Share of the tokens that a tp rank routes."""
+    return 1 / job.mesh.tp if job.sequence_parallel else 1.0
+
+
+def _is_eager(job: Job) -> bool:
+    # with ep, the number of rows that arrive is known at run time only: experts are never compiled
+    return not job.compiled or job.mesh.ep > 1
+
+
+def _exchange_rows(job: Job) -> list[Operator]:
+    """Rows of pairs to the ranks of their experts, or back."""
     if job.mesh.ep == 1:
         return []
     return [Collective("ep", "all_to_all", pairs(job) * job.shape.dim * job.compute_bytes)]
 
 
-def _counts(job: Job) -> list[Operator]:
-    """How many pairs are for each expert, as int64."""
-    return [Collective("ep", "all_to_all", 8 * job.shape.mixture.num_experts)] if job.mesh.ep > 1 else []
+def _exchange_counts(job: Job) -> list[Operator]:
+    """How many pairs go to each expert, as int64."""
+    return [Collective("ep", "all_to_all", 8 * job.shape.experts.num_experts)] if job.mesh.ep > 1 else []
 
 
-def _balance(job: Job) -> list[Operator]:
-    """Scores and counts of each sequence, summed over the tp ranks that hold its slices."""
-    if not (job.shape.mixture.balanced_by_loss and job.mesh.tp > 1 and job.sequence_parallel):
+def _exchange_scores(job: Job) -> list[Operator]:
+    """For a balance loss: scores and counts of each sequence, summed over the tp ranks that hold its slices."""
+    if not (job.shape.experts.balanced_by_loss and job.mesh.tp > 1 and job.sequence_parallel):
         return []
     sequences = job.local_batch // job.microbatches
-    size = 2 * sequences * job.shape.mixture.num_experts * max(job.compute_bytes, 4)
-    return [Collective("tp", "all_reduce", size, "balance")]
+    return [Collective("tp", "all_reduce", 2 * sequences * job.shape.experts.num_experts * job.full_bytes, "balance")]
 
 
-def _passes(job: Job, *, backward: bool) -> Pass:
-    """Elements moved.
-
-    Forward: tokens read and pairs written (2 M d), results gathered (2 M d), weighed and summed (M d + N d), the
-    experts' product 3 M f, eager 5 M f; tokens as float32 for the router (3 N d); with ep, pairs sorted by expert and
-    back (4 M d). Backward: twice that, since each has two gradients or is a gather too. Scores: 40 bytes each way.
-    """
-    d, of, rows = job.shape.dim, job.shape.mixture, pairs(job)
-    eager = not job.compiled or job.mesh.ep > 1  # what arrives is known at run time only: never compiled
-    elements = (5 + 4 * (job.mesh.ep > 1)) * rows * d + 4 * job.slice_tokens * d
-    elements += (5 if eager else 3) * rows * of.ffn_dim
-    scores = 40.0 * job.slice_tokens * of.num_experts
-    moved = (2 if backward else 1) * elements * job.compute_bytes + scores
-    return Pass("dispatch, activation, combination", "elementwise", moved)
+def _passes(job: Job, *, backward: bool) -> MemoryPass:
+    """Memory traffic of dispatch, activation and combination, counted kernel by kernel."""
+    d, f, n, m = job.shape.dim, job.shape.experts.ffn_dim, job.slice_tokens, pairs(job)
+    # tokens read and pairs written (2Md), results gathered (2Md), weighted and summed (Md + Nd); tokens as float32 for
+    # the router (3Nd); with ep, pairs sorted by expert and back (4Md)
+    elements = (5 + 4 * (job.mesh.ep > 1)) * m * d + 4 * n * d
+    elements += (5 if _is_eager(job) else 3) * m * f  # the experts' activation and product
+    # a backward has two gradients, or a gather, where the forward has one tensor
+    moved = (2 if backward else 1) * elements * job.compute_bytes
+    # scores in float32: softmax, top-k and the scatter of chosen scores
+    moved += 40.0 * n * job.shape.experts.num_experts
+    return MemoryPass("dispatch, activation, combination", "elementwise", moved)

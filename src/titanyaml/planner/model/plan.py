@@ -1,23 +1,22 @@
-"""One plan: time, memory, how far off it may be."""
+"""One plan: step time, memory, and how far off both may be."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titanyaml.planner.model import memory_of_kept, step, uncertainty
+from titanyaml.planner.model import uncertainty
 from titanyaml.planner.model.inputs import Job
-from titanyaml.planner.model.memory import GIB, Memory
-from titanyaml.planner.model.step import Step
+from titanyaml.planner.model.memory import GIB, Memory, plan_memory
+from titanyaml.planner.model.step import Step, plan_step
+
+#: Axes over which FSDP and HSDP communicate.
+_SHARD_AXES = ("shard", "expert_shard", "dp_replicate")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is expected of a job.
-
-    Args:
-        job: what is planned. step, memory: of its fullest rank.
-    """
+    """What a job is expected to take."""
 
     job: Job
     step: Step
@@ -35,32 +34,32 @@ class Plan:
 
     @property
     def total_gib(self) -> float:
-        """Peak reserved memory."""
+        """Peak reserved memory of the fullest rank."""
         return self.memory.total / GIB
 
     @property
     def limit_gib(self) -> float:
-        """What the allocator can have."""
+        """Memory that the allocator can have."""
         return self.job.device.memory_gib - self.job.device.reserve_gib
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank fits."""
+        """The fullest rank fits; a pipeline by its lower bound."""
         return self.total_gib <= self.limit_gib
 
     @property
     def range(self) -> tuple[float, str]:
-        """(share by which tokens/s may be off either way, why)."""
-        return uncertainty.of(self.job)
+        """(share by which tokens/s may be off either way, reasons)."""
+        return uncertainty.relative_range(self.job)
 
     def record(self) -> dict[str, Any]:
-        """The content of plan.json that does not depend on a budget."""
-        width, why = self.range
+        """The content of plan.json that depends on the job alone."""
+        width, reasons = self.range
         return {
             "fits": self.fits,
             "tps": self.tps,
             "tps_range": [self.tps * (1 - width), self.tps * (1 + width)],
-            "range_reason": why,
+            "range_reason": reasons,
             "step_s": self.step.seconds,
             "mfu": self.mfu,
             "world_size": self.job.mesh.world_size,
@@ -80,22 +79,21 @@ class Plan:
         }
 
     def communication(self) -> list[dict[str, Any]]:
-        """A row per axis and collective and step. What FSDP's transfers expose is shared out by their duration."""
-        rows = []
-        entries = self.step.times.comm
+        """A row per axis and collective of one step."""
+        comm = self.step.times.comm
+        # the compute stream waits for the network stream, not for one axis: waits are shared out by duration
         waited = self.step.times.seconds.get("exposed_shard", 0.0)
-        fsdp = ("shard", "expert_shard", "dp_replicate")
-        sharding = sum(entry[2] for (axis, _), entry in entries.items() if axis in fsdp)
-        for (axis, op), (count, size, seconds, exposed) in sorted(entries.items()):
-            if axis in fsdp:
+        sharding = sum(record[2] for (axis, _), record in comm.items() if axis in _SHARD_AXES)
+        names = {"shard": "dp_shard_cp" if self.job.mesh.cp > 1 else "dp_shard"}
+        rows = []
+        for (axis, op), (count, size, seconds, exposed) in sorted(comm.items()):
+            if axis in _SHARD_AXES:
                 exposed = waited * seconds / sharding
-            name = {"shard": "dp_shard_cp" if self.job.mesh.cp > 1 else "dp_shard"}.get(axis, axis)
-            rows.append(
-                {"axis": name, "op": op, "count": round(count), "bytes": size, "seconds": seconds, "exposed_s": exposed}
-            )
+            row = {"axis": names.get(axis, axis), "op": op, "count": round(count), "bytes": size}
+            rows.append(row | {"seconds": seconds, "exposed_s": exposed})
         return rows
 
 
-def plan(job: Job) -> Plan:
-    """Plan a job."""
-    return Plan(job, step.plan_step(job), memory_of_kept.plan_memory(job))
+def plan_job(job: Job) -> Plan:
+    """Plan a job's step and memory."""
+    return Plan(job, plan_step(job), plan_memory(job))

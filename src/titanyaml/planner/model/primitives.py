@@ -1,24 +1,24 @@
-"""What a step is made of: products, attentions, passes over memory, collectives. Per rank, with local shapes."""
+"""The operators of which a step consists: GEMMs, attention, memory-bound kernels, collectives.
+
+All sizes are those of one rank.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titanyaml.planner.model.inputs import Job
-
 
 @dataclass(frozen=True)
 class Gemm:
-    """[m, k] x [k, n]; dtype: bf16, fp8 or fp32. groups: independent products into which m (or k, ``split``) is cut,
-    one for each expert."""
+    """[m, k] x [k, n]."""
 
     name: str
     m: int
     n: int
     k: int
-    dtype: str = "bf16"
-    groups: int = 1
-    split: str = "m"
+    dtype: str = "bf16"  # bf16, fp8, fp32 or fp64
+    groups: int = 1  # independent GEMMs, one per expert, in one grouped kernel ...
+    split: str = "m"  # ... which divide m among them, or k
 
     @property
     def flops(self) -> int:
@@ -27,45 +27,41 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Fused causal attention; ``seq_len`` positions in all, of which this rank asks for ``share``."""
+class AttentionKernel:
+    """Fused causal attention."""
 
     batch: float
     heads: int
     head_dim: int
-    seq_len: int
-    share: float
+    seq_len: int  # of the whole sequence
+    share: float  # of its queries that are on this rank (1/cp)
     backward: bool
 
     @property
     def flops(self) -> float:
-        """Half of the square; a backward pass has five products where a forward has two."""
+        """Two GEMMs over half of the square, since attention is causal."""
         square = self.batch * self.heads * self.head_dim * float(self.seq_len) ** 2 * self.share
+        # the backward has five GEMMs where the forward has two: it computes the scores again
         return 2 * square * (2.5 if self.backward else 1.0)
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Kernels that only move memory. kind: elementwise, casts, loss, copies, optimizer."""
+class MemoryPass:
+    """Kernels bound by memory bandwidth."""
 
     name: str
-    kind: str
-    bytes: float
+    kind: str  # class of time: elementwise, casts, loss, copies or optimizer
+    bytes: float  # read and written
 
 
 @dataclass(frozen=True)
 class Collective:
-    """bytes: of what is whole: a gather's output, a scatter's input, a reduction's tensor, what a rank sends to all."""
+    """Communication over one axis of the mesh."""
 
     axis: str
     op: str
-    bytes: float
-    name: str = ""
+    bytes: float  # of the whole tensor: all-gather's output, reduce-scatter's input; all that a rank sends to others
+    name: str = ""  # named transfers are not fused with a GEMM by async TP
 
 
-Operator = Gemm | Attention | Pass | Collective
-
-
-def width(job: Job) -> str:
-    """The dtype in which a run computes."""
-    return {2: "bf16", 4: "fp32", 8: "fp64"}[job.compute_bytes]
+Operator = Gemm | AttentionKernel | MemoryPass | Collective

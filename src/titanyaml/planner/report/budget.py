@@ -7,21 +7,20 @@ from typing import Any
 from titanyaml.planner.model.plan import Plan
 
 
-def budget(made: Plan, *, tokens: float, power_w: float | None, price_per_hour: float | None) -> dict[str, Any]:
-    """Of ``tokens`` at the planned speed; validation, checkpoints and restarts not counted.
+def budget(plan: Plan, *, tokens: float, power_w: float | None, price_per_hour: float | None) -> dict[str, Any]:
+    """The budget of ``tokens`` at the planned speed, without validation, checkpoints and restarts.
 
-    Returns:
-        token_budget, tokens_per_day, days, gpu_hours; energy_mwh at the devices' power limit and cost, null where the
-        device does not say.
+    Args:
+        power_w: limit of a device; energy is null without it. price_per_hour: of a device; cost is null without it.
     """
-    ranks = made.job.mesh.world_size
-    per_second = made.tps * ranks
-    hours = tokens / per_second / 3600 * ranks
+    ranks = plan.job.mesh.world_size
+    tokens_per_s = plan.tps * ranks
+    device_hours = tokens / tokens_per_s / 3600 * ranks
     return {
         "token_budget": tokens,
-        "tokens_per_day": per_second * 86400,
-        "days": tokens / per_second / 86400,
-        "gpu_hours": hours,
-        "energy_mwh": None if power_w is None else hours * power_w / 1e6,
-        "cost": None if price_per_hour is None else hours * price_per_hour,
+        "tokens_per_day": tokens_per_s * 86400,
+        "days": tokens / tokens_per_s / 86400,
+        "gpu_hours": device_hours,
+        "energy_mwh": None if power_w is None else device_hours * power_w / 1e6,
+        "cost": None if price_per_hour is None else device_hours * price_per_hour,
     }
