@@ -35,17 +35,12 @@ OVERHEAD_BYTES = 64 * 1024**2  # indices, headers, manifest: an upper bound
 class Checkpointer:
     """The checkpoints of ``run``. Methods are collective: every rank calls them, in the same order.
 
-    The constructor removes what a killed save left in the run's folder.
+    The constructor removes what a killed save left. It, and ``save``, raise LaunchError if another process owns the
+    run.
 
     Args:
-        run: the run's folder; its generation is checked before anything is written or deleted.
-        keep: newest checkpoints kept.
-        config_hash: stands in every manifest.
-        env: this rank.
+        keep: newest checkpoints kept. config_hash: stands in every manifest.
         timeout_s: how long ranks wait for the slowest one in a phase of saving or loading (seconds).
-
-    Raises:
-        LaunchError: the run belongs to another process by now.
     """
 
     def __init__(self, run: RunDir, *, keep: int, config_hash: str, env: Env, timeout_s: float = 1800.0) -> None:
@@ -61,19 +56,15 @@ class Checkpointer:
         """Whether this object saved or loaded the state of ``step``, so that saving it again changes nothing."""
         return self._last_saved_step == step
 
-    # --- saving ---
-
     def save(self, step: int, state: Mapping[str, Any], meta: Mapping[str, Any]) -> Path:
         """Commit ``state`` as the checkpoint of ``step``; one of the same step is replaced.
 
         Args:
-            state: nested dicts of tensors, DTensors included.
-            meta: JSON values, returned by ``load``.
+            state: nested dicts of tensors, DTensors included. meta: JSON values, returned by ``load``.
 
         Raises:
             CheckpointError: it cannot be written; existing checkpoints are untouched.
             NonFiniteError: the state holds NaN or infinity.
-            LaunchError: the run belongs to another process by now.
         """
         started = time.perf_counter()
         flat = states.flatten(state)
@@ -163,35 +154,20 @@ class Checkpointer:
         self.run.event("checkpoint", message, step=step, path=str(path), bytes=size, seconds=round(seconds, 3))
         log.info("checkpoint: %s", message)
 
-    # --- finding ---
-
     def latest(self) -> Path | None:
-        """The newest checkpoint of this run of which every byte is as written; None: there has been none.
-
-        A damaged one is reported (event ``checkpoint_damaged``) and the next older one is tried.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none is whole.
-        """
+        """The newest whole checkpoint of this run; None: there has been none. As ``CheckpointFinder.newest``."""
         return self.finder.newest(self.root)
 
     def find(self, source: Path | str) -> Path:
-        """The checkpoint at ``source``: itself a checkpoint's folder (taken or refused), or a run's (its newest).
-
-        Raises:
-            CheckpointError: there is none, or none is whole.
-        """
+        """The checkpoint at ``source``, as ``CheckpointFinder.find``."""
         return self.finder.find(Path(source).absolute())
-
-    # --- loading ---
 
     def load(self, path: Path | str, state: Mapping[str, Any], *, only: Sequence[str] | None = None) -> dict[str, Any]:
         """Fill ``state`` in place, bit-exact, on whatever mesh it lives.
 
         Args:
-            path: as for ``find``.
+            path: as for ``find``. only: top-level names to read (``("model",)``); None: all.
             state: nested dicts of tensors; must have exactly the checkpoint's names, shapes and dtypes.
-            only: top-level names to read (``("model",)``); None: all.
 
         Returns:
             The ``meta`` given to ``save``, and ``step``, ``config_hash``, ``save_id``, ``time``, ``versions``.
@@ -202,7 +178,7 @@ class Checkpointer:
         started = time.perf_counter()
         path = self.find(path)
         flat = states.flatten(state)
-        source = storage.reader(path)
+        source = FileSystemReader(path)
         self._require_fit(path, source, flat, only)
         storage.read(source, flat, peers=self.peers)
         content = self.finder.verified[path]
@@ -234,10 +210,7 @@ class Checkpointer:
             hint = "the model configuration with which it was written (config.yaml of its run)"
             raise CheckpointError(f"{path} does not fit the model: " + "; ".join(problems), hint=hint)
 
-    # --- both ---
-
     def _recover(self) -> None:
-        """Finish or remove what a killed process left, on rank 0."""
         self.run.check_generation()
         leftovers = folder.recover(self.root)
         if leftovers:

@@ -1,7 +1,4 @@
-"""Which checkpoint to read: the newest one that is whole, or the one that was named.
-
-There is no pointer file such as ``latest``: it would be a second truth, and stale after a crash.
-"""
+"""Which checkpoint to read: the newest one that is whole, or the one that was named."""
 
 from __future__ import annotations
 
@@ -15,11 +12,7 @@ from titanyaml.errors import CheckpointError
 
 
 class CheckpointFinder:
-    """Verifies checkpoints, each once; the ranks share the reading and come to one answer.
-
-    Args:
-        warn: called on rank 0 with an event kind and a message.
-    """
+    """Verifies checkpoints, each once. ``warn`` is called on rank 0 with an event kind and a message."""
 
     def __init__(self, peers: Peers, *, warn: Callable[[str, str], None]) -> None:
         self.peers, self._warn = peers, warn
@@ -27,12 +20,12 @@ class CheckpointFinder:
         self.damaged: set[Path] = set()
 
     def newest(self, root: Path) -> Path | None:
-        """The newest whole checkpoint in the folder of steps ``root``; None: there is no checkpoint at all.
+        """The newest whole checkpoint in the folder ``root``; None: there is none at all.
 
-        Raises:
-            CheckpointError: there are some, and none is whole.
+        A damaged one is reported, and the next older one is tried. CheckpointError: there are some, and none is whole.
         """
-        # listed once: on a network file system two ranks may see different folders
+        # there is no pointer file such as ``latest``: it would be a second truth, and stale after a crash
+        # one rank lists: on a network file system two ranks may see different folders
         names = self.peers.run_on_main("listing", lambda: [path.name for path in folder.newest_first(root)])
         problems: list[str] = []
         for path in (root / name for name in names):
@@ -50,11 +43,7 @@ class CheckpointFinder:
         raise CheckpointError(message, key="checkpoint.resume", hint=hint)
 
     def find(self, source: Path) -> Path:
-        """The checkpoint at ``source``: itself a checkpoint's folder, or the newest of a run's or of a folder of steps.
-
-        Raises:
-            CheckpointError: there is none, or it is damaged.
-        """
+        """The checkpoint at ``source``: itself one, or the newest of a run's folder or of a folder of steps."""
         kind = self.peers.run_on_main("looking", lambda: _folder_kind(source))
         if kind == "step":
             damage = self._damage(source)
@@ -78,7 +67,6 @@ class CheckpointFinder:
         self.damaged.discard(path)
 
     def _damage(self, path: Path) -> list[str]:
-        """Problems of a checkpoint."""
         if path in self.verified:
             return []
         content, problem = self.peers.run_on_main("reading the manifest", lambda: _try_manifest(path))

@@ -80,11 +80,7 @@ def recover(root: Path) -> list[str]:
 
 
 def retain(root: Path, *, keep: int, bad: set[Path]) -> list[Path]:
-    """Delete all but the ``keep`` newest checkpoints that are not known to be damaged; the deleted ones.
-
-    Args:
-        bad: checkpoints found damaged; they do not count, and go.
-    """
+    """Delete all but the ``keep`` newest checkpoints that are not ``bad`` (known to be damaged); the deleted ones."""
     ordered = newest_first(root)
     good = [path for path in ordered if path not in bad and _sequence(path) is not None]
     if not good:

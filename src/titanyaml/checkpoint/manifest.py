@@ -29,18 +29,13 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write the manifest of ``folder``, to the disk."""
     path = folder / NAME
     path.write_text(json.dumps({**content, "sha256": _own_digest(content)}, indent=1) + "\n", encoding="utf-8")
     fsync(path)
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of ``folder``, itself verified.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another format.
-    """
+    """The manifest of ``folder``, itself verified. CheckpointError: it is missing, damaged, or of another format."""
     try:
         content: dict[str, Any] = json.loads((folder / NAME).read_text(encoding="utf-8"))
         digest = content.pop("sha256")

@@ -1,8 +1,4 @@
-"""Ranks that act as one while a checkpoint is written or read: an error of one rank is raised on all.
-
-They communicate through a gloo group of their own: a slow file system must neither run into the short time-out of
-training collectives nor take GPU memory.
-"""
+"""Ranks that act as one while a checkpoint is written or read: an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -26,14 +22,12 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Peers:
-    """All ranks, or one rank alone. Every method is called by all of them, in the same order.
-
-    Args:
-        timeout_s: how long a rank waits for the slowest one in one phase (seconds).
-    """
+    """All ranks, or one alone; each method is called by all of them, in the same order. timeout_s: for one phase."""
 
     def __init__(self, env: Env, *, timeout_s: float) -> None:
         self.rank, self.world_size, self.timeout_s = env.rank, env.world_size, timeout_s
+        # gloo, and a group of its own: a slow file system must neither run into the short time-out of training
+        # collectives nor take GPU memory
         self.group = None
         if env.world_size > 1:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -55,12 +49,7 @@ class Peers:
         return objects or []
 
     def run_on_all(self, phase: str, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` on every rank; the results in rank order.
-
-        Raises:
-            TitanError: the failure of the lowest failing rank, on every rank.
-            CheckpointError: a rank did not finish in time; rank 0 names it.
-        """
+        """Run ``work`` on every rank; the results in rank order, or the lowest failing rank's error on all."""
         result: T | None = None
         error: TitanError | None = None
         try:
@@ -81,11 +70,7 @@ class Peers:
         return cast(T, self.run_on_all(phase, own_work)[0])
 
     def wait_for_all(self, phase: str) -> None:
-        """Wait for the slowest rank.
-
-        Raises:
-            CheckpointError: on rank 0, naming the ranks that did not come; peers get gloo's own error.
-        """
+        """Wait for the slowest rank. CheckpointError: on rank 0, naming the ranks that did not come in time."""
         if self.group is None:
             return
         # training shortens the limit of all groups once its first step is done

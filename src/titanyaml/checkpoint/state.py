@@ -60,11 +60,7 @@ def tensor_specs(flat: Mapping[str, Tensor]) -> TensorSpecs:
 
 
 def stored_specs(metadata: Metadata, *, only: Iterable[str] | None) -> TensorSpecs:
-    """Shape and dtype of each tensor in a checkpoint.
-
-    Args:
-        only: top-level names that are read; None: all.
-    """
+    """Shape and dtype of each tensor in a checkpoint; only below these top-level names, where they are given."""
     tops = None if only is None else set(only)
     return {
         name: (tuple(entry.size), str(entry.properties.dtype))
@@ -74,12 +70,7 @@ def stored_specs(metadata: Metadata, *, only: Iterable[str] | None) -> TensorSpe
 
 
 def differences(stored: TensorSpecs, expected: TensorSpecs, *, unread: set[str]) -> list[str]:
-    """Why a checkpoint does not fit, in words; empty when it does.
-
-    Args:
-        stored: in the file. expected: of this rank's tensors.
-        unread: names in the file that no rank asks for.
-    """
+    """Why a checkpoint does not fit, in words; empty when it does. unread: names in the file that no rank asks for."""
     missing = sorted(expected.keys() - stored.keys())
     changed = sorted(name for name in expected.keys() & stored.keys() if expected[name] != stored[name])
     problems = []

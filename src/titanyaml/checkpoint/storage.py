@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ PLANNING = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class _Writer(FileSystemWriter):
-    """Writes this rank's files, then waits for the others."""
-
     def __init__(self, path: Path, peers: Peers) -> None:
         super().__init__(path, sync_files=False)  # synced when the checksum is taken
         self.peers = peers
@@ -43,15 +40,8 @@ class _Writer(FileSystemWriter):
 
 
 def write(folder: Path, flat: Mapping[str, Tensor], *, peers: Peers) -> dict[str, dict[str, Any]]:
-    """Write tensors into ``folder``, to the disk; ``{file name: {"bytes", "sha256"}}`` of all ranks' files.
-
-    Raises:
-        CheckpointError: writing failed on some rank.
-    """
-    writer, planner = _Writer(folder, peers), DefaultSavePlanner(**PLANNING)
-    group: dict[str, Any] = {"process_group": peers.group, "no_dist": peers.group is None}
-    with _no_warning_for_one_rank():
-        peers.run_on_all("writing", lambda: save(dict(flat), storage_writer=writer, planner=planner, **group))
+    """Write tensors into ``folder``, to the disk; ``{file name: {"bytes", "sha256"}}`` of all ranks' files."""
+    _run("writing", save, flat, peers, storage_writer=_Writer(folder, peers), planner=DefaultSavePlanner(**PLANNING))
     files: dict[str, dict[str, Any]] = {}
     for share in peers.run_on_all("syncing", lambda: _seal(folder, peers.rank)):
         files |= share
@@ -70,26 +60,15 @@ def _seal(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
     return sealed
 
 
-def reader(folder: Path) -> FileSystemReader:
-    """Access to a checkpoint's files."""
-    return FileSystemReader(folder)
-
-
 def read(source: FileSystemReader, flat: Mapping[str, Tensor], *, peers: Peers) -> None:
-    """Fill the tensors in place with the exact bits that were saved.
-
-    Raises:
-        CheckpointError: reading failed on some rank.
-    """
-    planner = DefaultLoadPlanner(**PLANNING)
-    group: dict[str, Any] = {"process_group": peers.group, "no_dist": peers.group is None}
-    with _no_warning_for_one_rank():
-        peers.run_on_all("loading", lambda: load(dict(flat), storage_reader=source, planner=planner, **group))
+    """Fill the tensors in place with the exact bits that were saved."""
+    _run("loading", load, flat, peers, storage_reader=source, planner=DefaultLoadPlanner(**PLANNING))
 
 
-@contextmanager
-def _no_warning_for_one_rank() -> Iterator[None]:
-    """DCP warns where there is no process group; one rank alone is a legal run here."""
+def _run(phase: str, call: Callable[..., Any], flat: Mapping[str, Tensor], peers: Peers, **options: Any) -> None:
+    """Call DCP on every rank; an error of one is raised on all."""
+    options |= {"process_group": peers.group, "no_dist": peers.group is None}
     with warnings.catch_warnings():
+        # DCP warns where there is no process group; one rank alone is a legal run here
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        peers.run_on_all(phase, lambda: call(dict(flat), **options))

@@ -48,11 +48,7 @@ class Corpus:
 
 
 def open_corpus(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Corpus:
-    """The tokenised source, made now if the cache does not have it; safe for any number of processes at once.
-
-    Raises:
-        DataError: a document cannot be read, the source is empty, or the cache cannot be written or is damaged.
-    """
+    """The tokenised source, made now if the cache does not have it; safe for any number of processes at once."""
     # neither split nor sequence length: both are cut from one file, so a change of them tokenises nothing
     key = json.dumps([_VERSION, source.fingerprint, tokenizer.fingerprint])
     key = hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -64,8 +60,7 @@ def open_corpus(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Corpus
 def manifest(cache_dir: Path, key: str) -> dict[str, str] | None:
     """The files that a corpus was made of (name to "size sha256"); None where the cache has no such corpus."""
     try:
-        files: dict[str, str] = json.loads((_folder(cache_dir, key) / "manifest.json").read_text(encoding="utf-8"))
-        return files
+        return dict(json.loads((_folder(cache_dir, key) / "manifest.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
 
@@ -92,12 +87,11 @@ def _load(folder: Path, key: str) -> Corpus:
 
 
 def _tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
-    """Fill a folder with tokens.bin, bounds.npy, meta.json and manifest.json."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size < 65536 else np.uint32)
     bounds, max_id, max_id_document = [0], -1, ""
-    progress = _TokeniseProgress(source)
+    start = time.monotonic()
     with (folder / "tokens.bin").open("wb") as file:
-        for batch in _batches(source.documents()):
+        for batch in _log_progress(source, _batches(source.documents()), bounds):
             encoded = tokenizer.encode_batch([document.text for document in batch])
             for document, document_ids in zip(batch, encoded, strict=True):
                 ids = np.array([*document_ids, tokenizer.eos_id], dtype=np.int64)
@@ -107,7 +101,6 @@ def _tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
                     max_id, max_id_document = int(ids.max()), document.name
                 file.write(ids.astype(dtype).tobytes())
                 bounds.append(bounds[-1] + len(ids))
-            progress.add(batch, bounds[-1])
     if len(bounds) == 1:
         raise DataError(f"{source.title}: no document has any text", key="data")
     np.save(folder / "bounds.npy", np.array(bounds, dtype=np.int64))
@@ -122,11 +115,11 @@ def _tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
     (folder / "manifest.json").write_text(json.dumps(source.manifest, indent=2), encoding="utf-8")
-    progress.finish(bounds)
+    result = (source.title, time.monotonic() - start, len(bounds) - 1, bounds[-1])
+    log.info("tokenised %s in %.1f s: %d documents, %d tokens", *result)
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Consecutive documents, about ``_BATCH_CHARACTERS`` at a time."""
     for first in documents:
         batch, size = [first], len(first.text)
         for document in itertools.islice(documents, _BATCH_DOCUMENTS - 1):
@@ -137,24 +130,16 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-class _TokeniseProgress:
-    """A log line every ten seconds, and one at the end."""
-
-    def __init__(self, source: Source) -> None:
-        self._source, self._start, self._characters = source, time.monotonic(), 0
-        self._logged_at = self._start
-
-    def add(self, batch: list[Document], num_tokens: int) -> None:
-        self._characters += sum(len(document.text) for document in batch)
+def _log_progress(source: Source, batches: Iterator[list[Document]], bounds: list[int]) -> Iterator[list[Document]]:
+    """The batches, with a log line every ten seconds; ``bounds`` grows as their documents are tokenised."""
+    start = logged_at = time.monotonic()
+    megabytes = 0.0
+    total = f" of about {source.total_bytes / 1e6:.0f}" if source.total_bytes else ""
+    for batch in batches:
+        yield batch
+        megabytes += sum(len(document.text) for document in batch) / 1e6
         seconds = time.monotonic()
-        if seconds - self._logged_at < _PROGRESS_S:
-            return
-        self._logged_at = seconds
-        total = f" of about {self._source.total_bytes / 1e6:.0f}" if self._source.total_bytes else ""
-        megabytes, rate = self._characters / 1e6, self._characters / 1e6 / (seconds - self._start)
-        progress = (self._source.title, megabytes, total, num_tokens / 1e6, rate)
-        log.info("tokenising %s: %.0f%s MB, %.1f M tokens, %.1f MB/s", *progress)
-
-    def finish(self, bounds: list[int]) -> None:
-        result = (self._source.title, time.monotonic() - self._start, len(bounds) - 1, bounds[-1])
-        log.info("tokenised %s in %.1f s: %d documents, %d tokens", *result)
+        if seconds - logged_at >= _PROGRESS_S:
+            logged_at = seconds
+            progress = (source.title, megabytes, total, bounds[-1] / 1e6, megabytes / (seconds - start))
+            log.info("tokenising %s: %.0f%s MB, %.1f M tokens, %.1f MB/s", *progress)

@@ -34,11 +34,8 @@ class Document(NamedTuple):
 def find(patterns: Sequence[str]) -> list[Path]:
     """Files behind files, folders and globs: sorted within a pattern, patterns in the order given, none twice.
 
-    A folder gives its .txt, .md, .jsonl, .jsonl.gz and .parquet files at any depth; other files in it are counted in
-    a log line. A glob or a file is taken as named: an unknown suffix is text.
-
-    Raises:
-        DataError: no pattern, or a pattern that matches no file.
+    A folder gives its .txt, .md, .jsonl, .jsonl.gz and .parquet files at any depth. A glob or a file is taken as named:
+    an unknown suffix is text. DataError: no pattern, or a pattern that matches no file.
     """
     if not patterns:
         raise DataError("no files are given", key="data.paths", hint="data.paths=[corpus.txt,more/,'logs/*.jsonl']")
@@ -68,11 +65,7 @@ def _folder_files(path: Path) -> list[Path]:
 
 
 def read(path: Path, *, text_field: str) -> Iterator[Document]:
-    """Documents of one file: each JSON line, each Parquet row, else the whole file.
-
-    Raises:
-        DataError: unreadable, not UTF-8, not JSON or Parquet, or a record without a text in ``text_field``.
-    """
+    """Documents of one file: each JSON line, each Parquet row, else the whole file; DataError if it cannot be read."""
     try:
         if path.name.endswith((".jsonl", ".jsonl.gz")):
             yield from _json_lines(path, text_field)
@@ -86,11 +79,7 @@ def read(path: Path, *, text_field: str) -> Iterator[Document]:
 
 
 def text_of(record: Any, field: str, name: str) -> str:
-    """The text of a record.
-
-    Raises:
-        DataError: no such field, or it holds something that is not Unicode text.
-    """
+    """The text of a record. DataError: no such field, or it holds something that is not Unicode text."""
     if not isinstance(record, dict) or field not in record:
         fields = list(record) if isinstance(record, dict) else []
         listed = ", ".join(map(repr, fields)) or "none"
@@ -148,11 +137,7 @@ def _decode(content: bytes, name: str) -> str:
 
 
 def stdlib_files() -> list[Path]:
-    """The .py files of the running Python's standard library with its tests, without installed packages.
-
-    Raises:
-        DataError: this Python has no sources.
-    """
+    """The .py files of the running Python's standard library with its tests, without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, folders, names in os.walk(root):

@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanyaml.errors import DataError
+from titanyaml.rundir import atomic_write
 
 # smaller files are read and hashed at every start; the hash of a larger one is remembered
 _REMEMBER_BYTES = 1 << 20
 
 
 def content_hashes(files: Sequence[Path], *, cache_dir: Path) -> dict[str, str]:
-    """``{name: "size sha256"}`` of each file; the name is its path below the folder that holds them all.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """``{name: "size sha256"}`` of each file; the name is its path below the folder that holds them all."""
     # names below the common folder: the same files elsewhere have the same fingerprint
     root = Path(os.path.commonpath([file.absolute().parent for file in files]))
     memo_file = cache_dir / "file_hashes.json"
@@ -48,19 +45,15 @@ def content_hashes(files: Sequence[Path], *, cache_dir: Path) -> dict[str, str]:
 
 def _load(path: Path) -> dict[str, str]:
     try:
-        memo: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-        return memo
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}  # a memo only: without it the files are read again
 
 
 def _save(path: Path, memo: dict[str, str]) -> None:
-    # by rename, since several starts may share the cache: a lost update costs time, a torn file would too
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(memo), encoding="utf-8")
-        temporary.replace(path)
+        # by rename, since several starts may share the cache: a lost update costs time, a torn file would too
+        atomic_write(path, json.dumps(memo))
     except OSError as error:
         hint = "data.cache_dir=/a/writable/folder"
         raise DataError(f"cannot write {path}: {error}", key="data.cache_dir", hint=hint) from error

@@ -23,11 +23,7 @@ def local_folder(dataset: str) -> Path | None:
 
 
 def folder_files(folder: Path) -> list[Path]:
-    """All files below the folder that are not hidden, sorted.
-
-    Raises:
-        DataError: there are none.
-    """
+    """All files below the folder that are not hidden, sorted; DataError if there are none."""
     files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
     if not files:
         raise DataError(f"{folder} holds no files", key="data.dataset")
@@ -35,11 +31,7 @@ def folder_files(folder: Path) -> list[Path]:
 
 
 def rows(spec: schema.Data, split: str, *, skip: int = 0) -> Iterator[Document]:
-    """Documents of a split from row ``skip`` on, in the dataset's own order.
-
-    Raises:
-        DataError: no such dataset, split or field; or reading failed.
-    """
+    """Documents of a split from row ``skip`` on, in the dataset's own order; DataError if it cannot be read."""
     name = f"{spec.dataset}[{split}]"
     dataset = _load(spec, split)
     row = skip

@@ -27,8 +27,8 @@ Rows = list[tuple[int, Sample]]
 class Batch:
     """One forward of one data rank: int64 CPU tensors.
 
-    ``tokens_BS``, ``labels_BS`` (the next token, -100 where ignored), ``documents_BS`` (document within the row, from
-    0) and ``sample_ids`` [B] (index in the dataset; in a stream the count of samples before it; -1: padding).
+    ``labels_BS`` is the next token, -100 where ignored; ``documents_BS`` the document within the row, from 0;
+    ``sample_ids`` [B] the index in the dataset (in a stream the count of samples before it; -1: padding).
     """
 
     tokens_BS: torch.Tensor
@@ -38,11 +38,7 @@ class Batch:
 
 
 def accumulation(*, global_batch: int, local_batch: int, data_degree: int) -> int:
-    """Forwards per step.
-
-    Raises:
-        ConfigError: the global batch is no multiple of the sequences that the ranks read at once.
-    """
+    """Forwards per step; ConfigError if the global batch is no multiple of what the ranks read at once."""
     at_once = local_batch * data_degree
     if global_batch % at_once:
         message = f"{global_batch} is no multiple of local_batch * data ranks = {local_batch} * {data_degree}"
@@ -52,24 +48,20 @@ def accumulation(*, global_batch: int, local_batch: int, data_degree: int) -> in
 
 
 class Batches:
-    """Endless iterator of steps; each is a list of ``Batch``, one per forward.
+    """Endless iterator of steps; each is a list of ``Batch``, one per forward. A context manager; or call ``close``.
 
     Global sample g is ``permutation(seed, epoch = g // N)[g % N]``, or ``g % N`` without ``shuffle``; forward a, data
     rank r, row j of the step that starts at position p takes ``g = p + (a * data_degree + r) * local_batch + j``. A
-    stream is read whole by every rank, which keeps its rows. Use it as a context manager, or call ``close``.
+    stream is read whole by every rank, which keeps its rows.
 
     Args:
-        dataset: from ``data.build``.
-        position: global samples consumed before the first step.
+        position: global samples consumed before the first step; as an attribute, by the steps handed out.
         prefetch: steps prepared ahead by a thread; 0: none. Its errors are raised by ``next``.
         state: what ``state()`` returned; replaces ``position``. Needed to resume a stream without reading it again.
 
-    Attributes:
-        position: global samples consumed by the steps handed out.
-
     Raises:
-        ConfigError: batch sizes do not fit. DataError: the data is not that of ``state``; or, while iterating,
-        reading fails or a token id does not fit the model.
+        ConfigError: batch sizes do not fit. DataError: the data is not that of ``state``; or, while iterating, reading
+            fails or a token id does not fit the model.
     """
 
     def __init__(
@@ -150,14 +142,7 @@ class Batches:
 def validation_batches(
     dataset: TokenData, *, global_batch: int, local_batch: int, data_rank: int, data_degree: int, batches: int
 ) -> Iterator[list[Batch]]:
-    """Steps over the first samples of a dataset, each sample once, the same samples for every mesh.
-
-    At most ``batches * global_batch`` samples and at most one epoch. Where the samples run out, rows are padded with
-    ignored labels and id -1: all ranks make the same number of forwards, and so the same collectives.
-
-    Raises:
-        ConfigError, DataError: as ``Batches``.
-    """
+    """Steps over the first samples of a dataset, at most one epoch: each sample once, the same ones for every mesh."""
     accumulation(global_batch=global_batch, local_batch=local_batch, data_degree=data_degree)
     limit = batches * global_batch
     samples: list[Sample] | IndexedData
@@ -168,6 +153,7 @@ def validation_batches(
     for start in range(0, count, global_batch):
         forwards = -(-min(global_batch, count - start) // at_once)
         indices = [start + offset for offset in offsets[: forwards * local_batch]]
+        # padding: all ranks make the same number of forwards, and so the same collectives
         rows = [(i, samples[i]) if i < count else (-1, _padding(dataset.seq_len)) for i in indices]
         yield _collate(rows, local_batch)
 
@@ -217,7 +203,6 @@ def _stream_steps(
 
 
 def _collate(rows: Rows, local_batch: int) -> list[Batch]:
-    """Rows in their order, ``local_batch`` at a time."""
     batches = []
     for start in range(0, len(rows), local_batch):
         ids, samples = zip(*rows[start : start + local_batch], strict=True)

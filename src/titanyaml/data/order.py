@@ -22,10 +22,8 @@ Integer = TypeVar("Integer", int, np.ndarray)
 
 
 def mix(x: Integer) -> Integer:
-    """A 64-bit hash of a non-negative integer below 2**64, or of each element of a uint64 array.
-
-    SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-    """
+    """A 64-bit hash of a non-negative integer below 2**64, or of each element of a uint64 array."""
+    # SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -43,11 +41,7 @@ def holdout_limit(fraction: float) -> int:
 
 
 def split_documents(num_documents: int, fraction: float, split: str) -> np.ndarray:
-    """Indices (int64, ascending) of one split's documents; the two splits share none and leave none out.
-
-    Raises:
-        DataError: the split is empty.
-    """
+    """Indices (int64, ascending) of one split's documents; the two splits share none and leave none out."""
     hashes = holdout_hash(np.arange(num_documents, dtype=np.uint64))
     held_out = hashes < holdout_limit(fraction)
     if fraction > 0 and num_documents and not held_out.any():
@@ -68,13 +62,11 @@ def empty_split(documents: str, fraction: float, split: str) -> DataError:
 
 
 class Permutation:
-    """A pseudo-random permutation of ``range(size)`` in constant memory: ``p[i]`` costs microseconds for any size.
-
-    A generalised Feistel network over a grid just large enough, with cycle walking: Black and Rogaway, "Ciphers with
-    arbitrary finite domains", CT-RSA 2002.
-    """
+    """A pseudo-random permutation of ``range(size)`` in constant memory: ``p[i]`` costs microseconds for any size."""
 
     def __init__(self, size: int, *, seed: int, epoch: int) -> None:
+        # a generalised Feistel network over a grid just large enough, with cycle walking: Black and Rogaway, "Ciphers
+        # with arbitrary finite domains", CT-RSA 2002
         assert size > 0
         self.size = size
         # about square, since a short side would mix badly; fewer than _rows cells of the grid are beyond size

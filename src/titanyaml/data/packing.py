@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,8 @@ class Sample(NamedTuple):
     documents: np.ndarray
 
 
-class TokenData(Protocol):
-    """The samples of one split.
+class TokenData:
+    """Base of the samples of one split.
 
     Attributes:
         seq_len: S. vocab_size: of the model; every id is below it.
@@ -39,19 +39,21 @@ class TokenData(Protocol):
     identity: dict[str, Any]
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Hash of the identity."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
-class IndexedData(TokenData, Protocol):
-    """Samples that can be read in any order."""
+class IndexedData(TokenData):
+    """Samples that can be read in any order; ``num_tokens``: real tokens of an epoch."""
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Sample: ...
+    num_tokens: int
 
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-def fingerprint(identity: dict[str, Any]) -> str:
-    """Hash of a JSON-able identity."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    def __getitem__(self, index: int) -> Sample:
+        raise NotImplementedError
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
@@ -77,18 +79,13 @@ def pack(pieces: Sequence[np.ndarray], *, seq_len: int, pad_id: int) -> Sample:
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, document: str) -> None:
-    """Refuse ids that the model has no row for: on a GPU they abort, sharded they give finite garbage.
-
-    Raises:
-        DataError: naming the document, the id and the size of the vocabulary.
-    """
+    """Refuse ids that the model has no row for: on a GPU they abort, sharded they give finite garbage."""
     if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         bad = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise vocabulary_error(int(bad), vocab_size, document)
 
 
 def vocabulary_error(token_id: int, vocab_size: int, document: str) -> DataError:
-    """The error of a token id outside the model's vocabulary."""
     message = f"{document}: token id {token_id} is outside the model's vocabulary of {vocab_size}"
     hint = f"model.vocab_size={token_id + 1} or more, or the tokenizer the model was made for"
     return DataError(message, key="model.vocab_size", hint=hint)

@@ -27,8 +27,7 @@ class Source:
     """All documents of a corpus, before anything is held out.
 
     Args:
-        title: its name in messages.
-        identity: JSON-able; equal identities mean equal documents in equal order.
+        title: its name in messages. identity: JSON-able; equal identities mean equal documents in equal order.
         read: gives the documents from the start.
         manifest: file name to "size sha256", for the difference between two corpora.
         fraction: share of documents held out for validation; None: the source is one split by itself.
@@ -42,7 +41,6 @@ class Source:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of identity and manifest."""
         content = json.dumps([self.identity, self.manifest], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
@@ -52,7 +50,6 @@ class Source:
         return sum(int(entry.split()[0]) for entry in self.manifest.values())
 
     def documents(self) -> Iterator[Document]:
-        """Documents that have text; how many had none is logged at the end."""
         num_empty = 0
         for document in self.read():
             if document.text:
@@ -64,11 +61,7 @@ class Source:
 
 
 def open_source(spec: schema.Data, split: str) -> Source:
-    """The source that a split is read from.
-
-    Raises:
-        ConfigError: a key is missing or has no meaning for this kind. DataError: files are missing or unreadable.
-    """
+    """The source that a split is read from; ConfigError if a key is missing, DataError if files are."""
     assert split in SPLITS
     if spec.kind == "stdlib":
         paths = files.stdlib_files()[: spec.max_files]
@@ -125,10 +118,7 @@ def _hub_source(spec: schema.Data, split: str) -> Source:
 def documents(spec: schema.Data, split: str) -> Iterator[str]:
     """Texts of one split ("train" or "validation"), for training a vocabulary. No document is in both.
 
-    They come in the source's order, except for candidates that were kept back (``_split_texts``).
-
-    Raises:
-        ConfigError, DataError: as ``open_source``; DataError also where the split is empty.
+    They come in the source's order, except for candidates that were kept back. DataError: the split is empty.
     """
     source = open_source(spec, split)
     if source.fraction is None:

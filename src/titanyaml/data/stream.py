@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from titanyaml.data import packing
 from titanyaml.data.files import Document
 from titanyaml.data.order import empty_split, holdout_hash, holdout_limit
-from titanyaml.data.packing import Sample
+from titanyaml.data.packing import Sample, TokenData
 from titanyaml.data.sources import Source
 from titanyaml.tokenizer import Tokenizer
 
@@ -32,15 +32,8 @@ class _DocumentTail(NamedTuple):
     ids: np.ndarray
 
 
-class StreamData:
-    """Windows over a stream, packed as in ``PackedData``, in the order of its rows. Attributes as in ``TokenData``.
-
-    There is no shuffle buffer: its content would be lost on resume. Rows are held out by their own number, empty ones
-    included, and a stream too short for the fraction holds out none: nobody knows in advance where it ends.
-
-    Args:
-        rows: documents from a row on, in an order that never changes.
-    """
+class StreamData(TokenData):
+    """Windows over a stream, packed as in ``PackedData``, in the order of its rows."""
 
     def __init__(
         self,
@@ -55,19 +48,12 @@ class StreamData:
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self._rows, self._tokenizer, self._source, self._split = rows, tokenizer, source, split
         self._first: list[Sample] = []
+        # no shuffle buffer: its content would be lost on resume
         own = {"tokenizer": tokenizer.fingerprint, "split": split, "validation_fraction": source.fraction}
-        self.identity: dict[str, Any] = source.identity | own | {"seq_len": seq_len}
-
-    @property
-    def fingerprint(self) -> str:
-        return packing.fingerprint(self.identity)
+        self.identity = source.identity | own | {"seq_len": seq_len}
 
     def samples(self, cursor: Cursor) -> Iterator[tuple[Sample, Cursor]]:
-        """Samples from ``cursor`` on without end, each with the cursor of the next one.
-
-        Raises:
-            DataError: reading failed, an id does not fit the model, or the split has no document.
-        """
+        """Samples from ``cursor`` on without end, each with the cursor of the next one."""
         while True:
             is_empty = True
             for sample, after in self._epoch(cursor):
@@ -103,6 +89,8 @@ class StreamData:
         """Tokenised documents of this split; the first starts within its document, where the cursor says."""
         fraction = self._source.fraction
         limit = holdout_limit(fraction or 0.0)
+        # held out by the row's own number, empty rows included; a stream too short for the fraction holds out none,
+        # since nobody knows in advance where it ends
         for row, document in enumerate(self._rows(cursor.row), cursor.row):
             if fraction is not None and (holdout_hash(row) < limit) != (self._split == "validation"):
                 continue

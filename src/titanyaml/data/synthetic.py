@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 
 from titanyaml.data import packing
-from titanyaml.data.packing import Sample
+from titanyaml.data.packing import IndexedData, Sample
 
 _SAMPLES = 1 << 40  # of an epoch: more than anyone reads
 
 
-class SyntheticData:
-    """Uniform tokens from (seed, split, index): never the same sequence twice, so the loss stays at log(vocab_size).
-
-    Attributes as in ``packing.TokenData``.
-    """
+class SyntheticData(IndexedData):
+    """Uniform tokens from (seed, split, index): never the same sequence twice, so the loss stays at log(vocab_size)."""
 
     def __init__(self, *, seq_len: int, vocab_size: int, seed: int, split: str) -> None:
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.num_tokens = _SAMPLES * seq_len
-        identity = {"kind": "synthetic", "seed": seed, "split": split, "seq_len": seq_len, "vocab_size": vocab_size}
-        self.identity: dict[str, Any] = identity
-
-    @property
-    def fingerprint(self) -> str:
-        return packing.fingerprint(self.identity)
+        sizes = {"seq_len": seq_len, "vocab_size": vocab_size}
+        self.identity = {"kind": "synthetic", "seed": seed, "split": split} | sizes
 
     def __len__(self) -> int:
         return _SAMPLES
 
     def __getitem__(self, index: int) -> Sample:
-        """Sequence ``index``: one document, every label valid."""
         if not 0 <= index < _SAMPLES:
             raise IndexError(index)
         name = f"{self.identity['seed']}/{self.identity['split']}/{index}"

@@ -18,11 +18,7 @@ from titanyaml.tokenizer import build as build_from_spec
 
 
 def build_tokenizer(tokenizer: schema.Tokenizer, data: schema.Data) -> Tokenizer:
-    """The tokenizer for this data; a vocabulary that is trained sees the training documents only.
-
-    Raises:
-        ConfigError, DataError: as ``titanyaml.tokenizer.build`` and ``open_source``.
-    """
+    """The tokenizer for this data; a vocabulary that is trained sees the training documents only."""
 
     def corpus_key() -> str:
         source = open_source(data, "train")
@@ -38,16 +34,14 @@ def build(
 ) -> TokenData:
     """The samples of one split ("train" or "validation"), for ``data.loader.Batches``.
 
-    The corpus is tokenised first where the cache does not have it. ``PackedData`` and ``SyntheticData`` have a length
-    and an index; ``StreamData`` has ``samples(cursor)``.
+    The corpus is tokenised first where the cache does not have it.
 
     Args:
-        tokenizer: None is enough for synthetic tokens.
-        vocab_size: rows of the model's embedding.
+        tokenizer: None is enough for synthetic tokens. vocab_size: rows of the model's embedding.
 
     Raises:
         ConfigError: a key is missing or has no meaning for this kind. DataError: files are missing or unreadable, a
-        split is empty, or a token id does not fit the model.
+            split is empty, or a token id does not fit the model.
     """
     if spec.kind == "synthetic":
         return SyntheticData(seq_len=seq_len, vocab_size=vocab_size, seed=seed, split=split)

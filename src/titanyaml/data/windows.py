@@ -10,18 +10,14 @@ import numpy as np
 from titanyaml.data import packing
 from titanyaml.data.corpus import Corpus, manifest
 from titanyaml.data.order import split_documents
-from titanyaml.data.packing import Sample
+from titanyaml.data.packing import IndexedData, Sample
 from titanyaml.data.sources import Source, difference
 
 
-class PackedData:
+class PackedData(IndexedData):
     """Windows of S tokens over the concatenated documents of a split; window i starts at token i*S.
 
-    Every token but the first is a label exactly once an epoch; the last window is padded. Attributes as in
-    ``packing.TokenData``, and ``num_tokens``: real tokens of an epoch.
-
-    Raises:
-        DataError: the split is empty, or an id does not fit the model.
+    Every token but the first is a label exactly once an epoch; the last window is padded.
     """
 
     def __init__(
@@ -42,22 +38,13 @@ class PackedData:
         self._ends = np.cumsum(bounds[self._indices + 1] - self._starts)
         self.num_tokens = int(self._ends[-1])
         assert self.num_tokens > 1  # a document is at least one token and its end
-        identity = {"corpus": corpus.key, "split": split, "validation_fraction": source.fraction, "seq_len": seq_len}
-        self.identity: dict[str, Any] = identity
-
-    @property
-    def fingerprint(self) -> str:
-        return packing.fingerprint(self.identity)
+        corpus_split = {"corpus": corpus.key, "split": split, "validation_fraction": source.fraction}
+        self.identity = corpus_split | {"seq_len": seq_len}
 
     def __len__(self) -> int:
         return packing.num_windows(self.num_tokens, self.seq_len)
 
     def __getitem__(self, index: int) -> Sample:
-        """Window ``index``.
-
-        Raises:
-            DataError: an id does not fit the model, though the corpus' largest one did: a damaged token file.
-        """
         if not 0 <= index < len(self):
             raise IndexError(index)
         start = index * self.seq_len

@@ -1,8 +1,4 @@
-"""One node of ``pipeline.plugins`` to one transform: find the class, check its arguments, build the object.
-
-The configuration check asks the same of the source text before ranks start (``config.targets``), and is silent where
-that is no proof. Here the class is imported, so the answer is final.
-"""
+"""One node of ``pipeline.plugins`` to one transform: find the class, check its arguments, build the object."""
 
 from __future__ import annotations
 
@@ -35,11 +31,7 @@ class BoundPlugin:
 
 
 def bind(name: str, node: Any) -> tuple[BoundPlugin | None, list[Problem]]:
-    """Build the transform of a node.
-
-    Returns:
-        The bound plugin and no problems, or None and all problems of the node.
-    """
+    """The transform of a node and no problems, or None and all problems of the node."""
     key = f"pipeline.plugins.{name}"
     if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
         return None, [Problem(key, f"not a plugin node: {node!r}", allowed="a mapping with _target_: a class's path")]
@@ -49,6 +41,8 @@ def bind(name: str, node: Any) -> tuple[BoundPlugin | None, list[Problem]]:
     except Exception as error:  # noqa: BLE001 - importing the plugin's module runs its code, which may raise anything
         hint = "check the spelling, and that the package is installed in this environment"
         return None, [*problems, Problem(f"{key}._target_", _words(error), hint=hint)]
+    # before ranks start config.targets asks the same of the source text, and is silent where that is no proof; the
+    # class itself has the last word
     problems += _check_class(key, node, cls) + _check_arguments(key, node, cls)
     if problems:
         return None, problems

@@ -1,8 +1,4 @@
-"""The plugin protocol: what a plugin is, what it may know and what it reports.
-
-A plugin is a class with a few class attributes and two methods. It transforms the model in place, or returns another
-one, and reports what it did. It knows neither the training loop nor any other plugin.
-"""
+"""The plugin protocol. A plugin knows neither the training loop nor any other plugin."""
 
 from __future__ import annotations
 
@@ -70,9 +66,8 @@ class Context:
         expert_mesh: the same ranks by expert parallelism (``ParallelDims.build_experts``); None where ep is 1.
         device: where the model will live ("meta" for planning).
         param_dtype, compute_dtype, reduce_dtype: master parameters; forward and backward; gradient reduction.
-        facts: what the model says of itself. seq_len: tokens. local_batch: sequences per forward.
-        accumulation: forwards per optimizer step. kernels: whether our own kernels run, or plain PyTorch.
-        active: names of the nodes that are on.
+        seq_len: tokens. local_batch: sequences per forward. accumulation: forwards per optimizer step.
+        kernels: whether our own kernels run, or plain PyTorch. active: names of the nodes that are on.
     """
 
     dims: ParallelDims
@@ -112,8 +107,6 @@ class Transform(Protocol):
 
     def check(self, ctx: Context) -> list[Problem]:
         """Problems that the configuration alone shows; nothing is changed."""
-        ...
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
         """Transform the model (on meta) and report it."""
-        ...

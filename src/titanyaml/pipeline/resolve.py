@@ -1,8 +1,4 @@
-"""The plugin pipeline: from the nodes of ``pipeline.plugins`` to ordered transforms, and through them to a new model.
-
-``resolve`` checks and orders without changing anything; ``run`` applies; ``verify`` asks, after the first step, what
-only a step can show. A transform that did nothing is an error: nobody notices a flag that is accepted without effect.
-"""
+"""The plugin pipeline: nodes of ``pipeline.plugins`` to ordered transforms, and a model to the transformed model."""
 
 from __future__ import annotations
 
@@ -22,13 +18,7 @@ from titanyaml.pipeline.protocol import STAGES, Change, Context, Transform, firs
 
 @dataclass(frozen=True)
 class ResolvedPipeline:
-    """The ordered pipeline.
-
-    Args:
-        steps: (node name, transform) in the order in which they are applied.
-        off: node name to the reason why it is not among the steps.
-        stages: node name to its stage, for every step.
-    """
+    """(node name, transform) in order of application; nodes that are off, with the reason; the stage of each step."""
 
     steps: list[tuple[str, Transform]]
     off: dict[str, str] = field(default_factory=dict)
@@ -41,15 +31,7 @@ class ResolvedPipeline:
 
 
 def resolve(nodes: Mapping[str, Mapping[str, Any]], ctx: Context) -> ResolvedPipeline:
-    """Bind, filter, check and order the nodes.
-
-    Args:
-        nodes: node name to plugin node (plain dicts), in the order of the configuration.
-        ctx: the context; ``active`` is filled in here.
-
-    Raises:
-        PipelineError: all problems of all nodes at once.
-    """
+    """Bind, filter, check and order the nodes; PipelineError with the problems of all of them."""
     problems: list[Problem] = []
     off: dict[str, str] = {}
     on: dict[str, BoundPlugin] = {}
@@ -66,6 +48,7 @@ def resolve(nodes: Mapping[str, Mapping[str, Any]], ctx: Context) -> ResolvedPip
             off[name] = reason
         else:
             on[name] = bound
+    # checks come last: a plugin may ask which others are on
     ctx = dataclasses.replace(ctx, active=tuple(on))
     for bound in on.values():
         problems += _check_relations(bound, on, off, failed)
@@ -77,24 +60,20 @@ def resolve(nodes: Mapping[str, Mapping[str, Any]], ctx: Context) -> ResolvedPip
 
 
 def run(model: nn.Module, resolved: ResolvedPipeline, ctx: Context) -> tuple[nn.Module, list[tuple[str, Change]]]:
-    """Apply the steps in order. Changes are logged at debug level only; runners show them in their own way.
-
-    Raises:
-        PipelineError: a step changed nothing, renamed, added or lost parameters, or untied tied weights. Only a step
-            of the stage pp may lose some, to other ranks; later steps get the facts of the remaining model.
-    """
+    """Apply the steps in order; PipelineError if one changed nothing, or changed the parameters' names or ties."""
     ctx = dataclasses.replace(ctx, active=resolved.active)
     changes: list[tuple[str, Change]] = []
     for name, transform in resolved.steps:
         before = _parameter_names(model)
         model, change = _apply(name, transform, model, ctx)
         after = _parameter_names(model)
-        if resolved.stages[name] == "pp":
+        if resolved.stages[name] == "pp":  # the only stage that may lose parameters: they are on other ranks
             before = {parameter: first for parameter, first in before.items() if parameter in after}
         if damage := _damage(before, after):
             raise PipelineError(damage, key=_key(name))
+        # later steps see the blocks that a pp plugin has left on this rank
         ctx = dataclasses.replace(ctx, facts=getattr(model, "facts", ctx.facts))
-        ctx.log.debug("%s: %s", name, change.summary)
+        ctx.log.debug("%s: %s", name, change.summary)  # runners show changes in their own way
         for line in change.left_alone():
             ctx.log.debug("%s: %s", name, line)
         changes.append((name, change))
@@ -102,11 +81,7 @@ def run(model: nn.Module, resolved: ResolvedPipeline, ctx: Context) -> tuple[nn.
 
 
 def verify(model: nn.Module, resolved: ResolvedPipeline, ctx: Context) -> list[tuple[str, Change]]:
-    """Ask every step that has a ``verify`` method; to be called once, after the first training step.
-
-    Raises:
-        PipelineError: the problems of all steps.
-    """
+    """Call the steps' ``verify``, once, after the first training step; PipelineError with all problems."""
     ctx = dataclasses.replace(ctx, active=resolved.active, facts=getattr(model, "facts", ctx.facts))
     problems: list[Problem] = []
     changes: list[tuple[str, Change]] = []
@@ -165,10 +140,8 @@ def _check_relations(
 
 
 def _order(on: Mapping[str, BoundPlugin], problems: list[Problem]) -> list[BoundPlugin]:
-    """Sort by after/before; among the nodes that are free to run, the earliest stage first, then as written.
-
-    Names in after/before that are not on are ignored: they are wishes about neighbours, not requirements.
-    """
+    """Sort by after/before; among the nodes that are free to run, the earliest stage first, then as written."""
+    # names that are not on are ignored: after/before are wishes about neighbours, not requirements
     predecessors = {name: {before for before in bound.after if before in on} for name, bound in on.items()}
     for name, bound in on.items():
         for successor in bound.before:
@@ -196,7 +169,7 @@ def _order(on: Mapping[str, BoundPlugin], problems: list[Problem]) -> list[Bound
 
 
 def _apply(name: str, transform: Transform, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
-    """One step, with its result checked; any exception names the node that it came from."""
+    """One step, with its result checked."""
     try:
         result: Any = transform.apply(model, ctx)  # a plugin of others may return anything
     except PipelineError:
@@ -210,7 +183,7 @@ def _apply(name: str, transform: Transform, model: nn.Module, ctx: Context) -> t
     model, change = result
     if not isinstance(model, nn.Module):
         raise PipelineError(f"apply() returned {type(model).__name__} instead of the model", key=key)
-    if not change.modules:
+    if not change.modules:  # nobody would notice a flag that is accepted without effect
         report = "; ".join([change.summary, *change.left_alone()])
         message = f"was asked for and changed nothing ({report})"
         raise PipelineError(message, key=key, hint=f"switch it off: ++{key}._target_=null")
@@ -218,17 +191,15 @@ def _apply(name: str, transform: Transform, model: nn.Module, ctx: Context) -> t
 
 
 def _parameter_names(model: nn.Module) -> dict[str, str]:
-    """Parameter name to the first name of the same parameter: a tied parameter has several names."""
+    """Parameter name to the first name of the same parameter: a tied parameter has several."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _damage(before: dict[str, str], after: dict[str, str]) -> str:
-    """What a step did to names and ties, in words; empty where nothing.
-
-    Checkpoints load under every set of plugins, and initial values depend on the name: both need names that stay. A
-    lost tie would train two matrices where the configuration says one.
-    """
+    """What a step did to names and ties, in words; empty where nothing."""
+    # checkpoints load under every set of plugins, and initial values depend on the name: both need names that stay;
+    # a lost tie would train two matrices where the configuration says one
     lost, added = [n for n in before if n not in after], [n for n in after if n not in before]
     retied = [n for n in before if n in after and before[n] in after and after[n] != before[n]]
     parts = []

@@ -12,7 +12,7 @@ from titanyaml.pipeline.resolve import ResolvedPipeline
 
 
 def table(resolved: ResolvedPipeline, changes: Sequence[tuple[str, Change]] | None = None) -> Table:
-    """A row per step in order, with its change where it has run; then a row per node that is off, with the reason."""
+    """A row per step in order, with its change where it has run; then a row per node that is off."""
     view = Table(title="pipeline", title_justify="left")
     view.add_column("#", justify="right")
     for column in ("stage", "node", "class"):
@@ -76,13 +76,9 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def records(resolved: ResolvedPipeline, changes: Sequence[tuple[str, Change]] | None = None) -> list[dict[str, Any]]:
-    """JSON-ready records: the steps in order, then the nodes that are off.
-
-    Keys: order (from 1; null when off), stage, node, class (dotted path), summary, modules (names of those touched,
-    ``["*"]`` for the whole model, null before the step has run), skipped (module to reason), off (reason, or null).
-    """
+    """JSON-ready records: the steps in order, then the nodes that are off (``order`` null, ``off`` the reason)."""
     change_of = dict(changes or [])
-    # every record has every key, in this order
+    # every record has every key, in this order; modules: ["*"] for the whole model, null before the step has run
     empty: dict[str, Any] = {"order": None, "stage": None, "node": None, "class": None}
     empty |= {"summary": "", "modules": None, "skipped": {}, "off": None}
     rows = []

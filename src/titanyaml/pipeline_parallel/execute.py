@@ -46,12 +46,7 @@ class _LossStage(compat_pipeline.PatchedStage):
 
 
 class PipelineRuntime:
-    """The stages of one pipeline rank, ready to run.
-
-    Args:
-        parts: the modules of its stages. group: the ranks of the pipeline.
-        device: where they compute. dtype: of the residual stream.
-    """
+    """The stages of one pipeline rank, ready to run."""
 
     def __init__(
         self,
@@ -67,7 +62,7 @@ class PipelineRuntime:
         self.partition, self.group, self.device, self.dtype = partition, group, device, dtype
         self.stream_shape: tuple[int, ...] | None = None  # [B, S, D], known after the first forward
         self.stages: list[_LossStage] = []
-        self.schedule: Any = None
+        self.schedule: Any = None  # built in the first step: plugins still change the stages, and shapes are unknown
         self.divisor = 1
 
     def train(self, inputs: Sequence[Inputs], *, loss_fn: LossFunction, divisor: int) -> Tensor:
@@ -97,7 +92,7 @@ class PipelineRuntime:
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Inputs], *, loss_fn: LossFunction) -> Tensor:
-        """Sum of the microbatches' losses (0-dim, float64), the same on every rank of the pipeline; forwards alone."""
+        """Sum of the microbatches' losses, as from ``train``; forwards alone."""
         owners = self.partition.owners
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         outputs: dict[tuple[int, int], Tensor] = {}  # computed here and not consumed yet
@@ -121,12 +116,10 @@ class PipelineRuntime:
         return self._sum_over_ranks(total)
 
     def _forward_order(self, microbatches: int) -> Iterator[tuple[int, int]]:
-        """(stage, microbatch) of all forwards of all ranks, in one order that every rank follows.
-
-        As many stages as there are ranks take all microbatches, then the next so many do. A transfer stands right
-        before the forward that needs it, on both sides, so that blocking sends cannot deadlock on any backend; and
-        after its own forward a rank is free for its next one.
-        """
+        """(stage, microbatch) of all forwards of all ranks, in one order that every rank follows."""
+        # as many stages as there are ranks take all microbatches, then the next so many do. A transfer comes right
+        # before the forward that needs it, on both sides, so that blocking sends cannot deadlock on any backend; after
+        # its own forward a rank is free for its next one
         ranks, stages = self.partition.ranks, len(self.partition.owners)
         for first in range(0, stages, ranks):
             for microbatch in range(microbatches):
@@ -208,7 +201,7 @@ class PipelineRuntime:
 
 
 def _own_error(error: BaseException) -> BaseException:
-    """Our own error, where torch has wrapped it in one of its own; it carries the exit code."""
+    """Our own error, which carries the exit code, where torch has wrapped it in one of its own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, TitanError):

@@ -1,7 +1,4 @@
-"""How the layers are partitioned into pipeline stages, and which rank runs which of them in which order.
-
-Every rank computes the whole partition from the model's facts and the configuration; nothing is communicated.
-"""
+"""How the layers are partitioned into pipeline stages, and in which order each rank runs its stages."""
 
 from __future__ import annotations
 
@@ -19,12 +16,10 @@ from titanyaml.pipeline_schedule.simulate import Timeline, simulate
 
 @dataclass(frozen=True)
 class PipelinePartition:
-    """The stages of a pipeline and their schedule.
+    """The stages of a pipeline and their schedule: its name, or its file where ``from_file`` is true.
 
     Args:
-        schedule: name of a schedule, or the file of one where ``from_file`` is true.
-        owners: the pipeline rank of each stage. blocks: the names of its blocks.
-        microbatches: forwards of a step.
+        owners: the pipeline rank of each stage. blocks: the names of its blocks. microbatches: forwards of a step.
     """
 
     schedule: str
@@ -49,7 +44,7 @@ class PipelinePartition:
         return schedule_orders(self.schedule, owners=self.owners, microbatches=self.microbatches)
 
     def timeline(self) -> Timeline:
-        """When each action runs at unit costs (F = 1, B = 2, I = W = 1, every stage alike)."""
+        """When each action runs at unit costs (F = 1, B = 2, I = W = 1)."""
         return simulate(self.orders(), stages=len(self.owners))
 
 
@@ -89,11 +84,8 @@ def make_partition(
     first_less: int | None,
     last_less: int | None,
 ) -> PipelinePartition:
-    """The partition that the configuration asks for; the arguments are those of ``plugins.pp.PipelineParallel``.
-
-    Raises:
-        ValueError: the layers cannot be split as configured, or the file cannot be read.
-    """
+    """The partition that the arguments of ``plugins.pp.PipelineParallel`` ask for; ValueError where they do not fit."""
+    # a function of facts and configuration: every rank computes the same, and nothing is communicated
     if csv is not None:
         csv = str(Path(csv).expanduser())
         owners = actions.stage_owners(actions.read(csv))
@@ -113,7 +105,7 @@ def make_partition(
 
 
 def balanced_layers(facts: ModelFacts, *, seq_len: int, count: int) -> list[int]:
-    """Layers of each of ``count`` stages by cost, see ``stages.split_decoder``."""
+    """Layers of each of ``count`` stages, by cost."""
     table_params = facts.num_embedding_params
     block_params = (facts.num_params - (1 if facts.tied else 2) * table_params) / facts.num_layers
     # the convention of ModelFacts.flops_per_token: attention is not halved for causality

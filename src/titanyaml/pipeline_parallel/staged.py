@@ -13,23 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from titanyaml.models.decoder import Decoder
 from titanyaml.models.protocol import ModelFacts
-from titanyaml.pipeline_parallel.execute import Inputs, LossFunction, PipelineRuntime
+from titanyaml.pipeline_parallel.execute import PipelineRuntime
 from titanyaml.pipeline_parallel.partition import PipelinePartition
 
 
 class StagedModel(nn.Module):
-    """The stages of one rank.
-
-    Blocks are shared with the stages, so that a plugin that changes a block by its name changes the stage. A plugin
-    that hooks the model's forward hooks each of ``parts`` instead (``model_parts``).
+    """The stages of one rank, with the blocks of all of them as submodules.
 
     Args:
-        whole: the model, on meta.
-        rank: this rank's number in the pipeline; group: the ranks of the pipeline.
-        dtype: of the residual stream.
+        whole: the model, on meta. rank: of the pipeline's ``group``. dtype: of the residual stream.
 
     Attributes:
-        parts: the stages, each a module of its own. They are no submodules; their modules are.
+        parts: the stages, each a module of its own. runtime: runs them.
         facts: those of the model, with this rank's blocks. elsewhere: parameters that only other ranks hold, on meta.
         shared: name of the tied weight, where the first and the last stage are on two ranks; else "".
     """
@@ -46,7 +41,6 @@ class StagedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.partition, self.rank, self.group = whole.spec, partition, rank, group
-        self.device, self.dtype = device, dtype
         last = len(partition.owners) - 1
         # a plain list: as submodules the stages would give every parameter a second name
         self.parts: list[Decoder] = [
@@ -55,6 +49,7 @@ class StagedModel(nn.Module):
         ]
         for part in self.parts:
             for name, child in part.named_children():
+                # shared, not copied: a plugin that changes a block by its name changes the stage
                 if not isinstance(child, nn.ModuleDict):
                     setattr(self, name, child)
                 elif hasattr(self, name):  # the layers of a second stage join those of the first
@@ -66,42 +61,21 @@ class StagedModel(nn.Module):
         self.elsewhere = {name: p for name, p in whole.named_parameters() if name not in own_names}
         is_split = whole.facts.tied and partition.owners[0] != partition.owners[last]
         self.shared = f"{whole.facts.embedding}.weight" if is_split else ""
-        self._runtime: PipelineRuntime | None = None
+        self.runtime = PipelineRuntime(self.parts, partition, group=group, device=device, dtype=dtype)
 
     def init_buffers(self, device: torch.device, *, dtype: torch.dtype = torch.float32) -> None:
-        """Fill the buffers of every stage."""
         for part in self.parts:
             part.init_buffers(device, dtype=dtype)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of every stage: each stage has its own copy, e.g. of the rotary tables."""
+        # each stage has its own copy, e.g. of the rotary tables, which no submodule of this module holds
         for part in self.parts:
             yield from part.named_buffers(*args, **kwargs)
 
-    @property
-    def runtime(self) -> PipelineRuntime:
-        """What runs the stages. Built at first use, because plugins still change the stages before."""
-        if self._runtime is None:
-            self._runtime = PipelineRuntime(
-                self.parts, self.partition, group=self.group, device=self.device, dtype=self.dtype
-            )
-        return self._runtime
-
-    def train_step(self, inputs: Sequence[Inputs], *, loss_fn: LossFunction, divisor: int) -> Tensor:
-        """``PipelineRuntime.train``."""
-        return self.runtime.train(inputs, loss_fn=loss_fn, divisor=divisor)
-
-    def evaluate(self, inputs: Sequence[Inputs], *, loss_fn: LossFunction) -> Tensor:
-        """``PipelineRuntime.evaluate``."""
-        return self.runtime.evaluate(inputs, loss_fn=loss_fn)
-
     @torch.no_grad()
     def sum_shared_gradient(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
-        """Add up, in place, the gradients of a tied weight that both ends hold.
-
-        Returns:
-            The gradients that this rank counts in the norm: the shared one counts on the rank of the first stage only.
-        """
+        """Add up, in place, the gradients of a tied weight that two ranks hold; the gradients to count in this rank's
+        norm."""
         if self.shared not in grads:
             return list(grads.values())
         grad = grads[self.shared]

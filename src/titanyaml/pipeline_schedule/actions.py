@@ -1,9 +1,8 @@
-"""What each pipeline rank computes in which order, and the file format for it.
+"""What each pipeline rank computes in which order, and its file format, which is torch's CSV of computations.
 
-The format is torch's CSV of computations, so that a file runs there unchanged. A row is a rank; a cell is one action,
-empty where the rank waits. ``2F5``: stage 2 runs the forward of microbatch 5; ``2B5``: its whole backward; ``2I5``: the
-backward for the input only; ``2W5``: the backward for the weights; ``(0F4;3B1)OVERLAP_F_B``: a forward and a backward
-whose transfers overlap.
+A row is a rank; a cell is one action, empty where the rank waits. ``2F5``: stage 2 runs the forward of microbatch 5;
+``2B5``: its whole backward; ``2I5``: the backward for the input only; ``2W5``: that for the weights;
+``(0F4;3B1)OVERLAP_F_B``: a forward and a backward whose transfers overlap.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ Grid = list[list[Cell]]
 
 
 def parse_cell(text: str) -> Cell:
-    """The actions of one cell; ValueError for anything else."""
     text = text.strip()
     if not text:
         return ()
@@ -51,11 +49,7 @@ def parse_cell(text: str) -> Cell:
 
 
 def parse(rows: Iterable[Sequence[str]]) -> Grid:
-    """A grid of cells.
-
-    Raises:
-        ValueError: names row, rank and column of the first cell that cannot be read.
-    """
+    """A grid of cells. ValueError: row, rank and column of the first cell that cannot be read."""
     grid: Grid = []
     for rank, row in enumerate(rows):
         grid.append([])
@@ -70,11 +64,7 @@ def parse(rows: Iterable[Sequence[str]]) -> Grid:
 
 
 def read(path: str | Path) -> Grid:
-    """The grid in a file.
-
-    Raises:
-        ValueError: as ``parse``. OSError: the file cannot be read.
-    """
+    """The grid in a file. OSError: it cannot be read; ValueError: as ``parse``."""
     # utf-8-sig: spreadsheets write a byte-order mark, which would make the first cell unreadable
     with open(path, newline="", encoding="utf-8-sig") as file:
         return parse(csv.reader(file))
@@ -96,7 +86,6 @@ def max_in_flight(order: Iterable[Action]) -> int:
 
 
 def microbatches(grid: Grid) -> int:
-    """Number of microbatches of a step."""
     return 1 + max((action.microbatch for row in orders(grid) for action in row), default=-1)
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """One named schedule.
+    """One named schedule, as torch and ``parallel.pp_schedule`` spell it.
 
     Args:
-        name: as torch and ``parallel.pp_schedule`` spell it.
         placement: ``loop``: stage s is on rank s mod ranks; ``v``: down the ranks and back up.
         min_stages, max_stages: stages on one rank; max_stages None: any number.
         splits_backward: the gradient of the input is computed first, that of the weights later.
@@ -25,15 +24,14 @@ class ScheduleKind:
     needs_whole_rounds: bool = False
 
     def allows_stages(self, stages_per_rank: int) -> bool:
-        """Whether one rank can run that many stages."""
         return stages_per_rank >= self.min_stages and (self.max_stages is None or stages_per_rank <= self.max_stages)
 
     def stages_per_rank(self, requested: int | None) -> int:
-        """Stages on one rank: as requested, else the fewest."""
+        """As requested, else the fewest."""
         return self.min_stages if requested is None else requested
 
     def is_filled_by(self, microbatches: int, *, ranks: int) -> bool:
-        """Whether that many microbatches keep every rank busy at once, in whole rounds where they are needed."""
+        """Whether that many microbatches keep every rank busy at once."""
         if microbatches < self.min_microbatches(ranks):
             return False
         # torch makes microbatches // ranks rounds and refuses a remainder

@@ -1,9 +1,4 @@
-"""When each action of a schedule runs: the length of a step, and its bubble.
-
-Transfers take no time. Unit costs are the usual ones (Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023, arXiv
-2401.10241): a backward takes twice a forward, and its two parts are equal. docs/pipeline.md has the closed forms that
-follow for the named schedules.
-"""
+"""When each action of a schedule runs: the length of a step, and its bubble. Transfers take no time."""
 
 from __future__ import annotations
 
@@ -12,6 +7,7 @@ from dataclasses import dataclass
 
 from titanyaml.pipeline_schedule.actions import Action, max_in_flight
 
+# the usual costs: a backward takes twice a forward, its parts are equal (arXiv 2104.04473, arXiv 2401.10241)
 UNIT_COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
@@ -26,14 +22,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of each rank, and when the last one ends."""
-
     ranks: list[list[Span]]
     length: float
 
     @property
     def bubble(self) -> float:
         """Share of all ranks' time, from the first action to the last, in which nothing runs."""
+        # docs/pipeline.md has the closed forms for the named schedules
         busy = sum(span.end - span.start for spans in self.ranks for span in spans)
         return 1.0 - busy / (self.length * len(self.ranks)) if self.length else 0.0
 
@@ -44,11 +39,7 @@ class Timeline:
 
 
 class ScheduleDeadlock(Exception):
-    """Ranks wait for each other.
-
-    Args:
-        waiting: rank to (position in its order, the action there, actions of which it needs one).
-    """
+    """Ranks wait for each other. waiting: rank to (position in its order, action there, actions: one is needed)."""
 
     def __init__(self, waiting: dict[int, tuple[int, Action, tuple[Action, ...]]]) -> None:
         super().__init__(waiting)
@@ -56,7 +47,6 @@ class ScheduleDeadlock(Exception):
 
 
 def unit_cost(action: Action) -> float:
-    """Unit costs, the same for every stage."""
     return UNIT_COSTS[action.kind]
 
 
@@ -77,11 +67,7 @@ def prerequisites(action: Action, *, stages: int) -> list[tuple[Action, ...]]:
 def simulate(
     orders: Sequence[Sequence[Action]], *, stages: int, cost: Callable[[Action], float] = unit_cost
 ) -> Timeline:
-    """Run every rank's actions in their order, each as soon as its rank is free and its prerequisites have ended.
-
-    Raises:
-        ScheduleDeadlock: no rank can go on.
-    """
+    """Run every rank's actions in order, each as soon as its rank is free and its prerequisites have ended."""
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in orders]
     progressed = True
@@ -94,7 +80,7 @@ def simulate(
                 groups = prerequisites(action, stages=stages)
                 if any(ends.keys().isdisjoint(group) for group in groups):
                     break
-                ready = [min(ends[needed] for needed in group if needed in ends) for group in groups]
+                ready = [min(ends[earlier] for earlier in group if earlier in ends) for group in groups]
                 start = max([*ready, spans[rank][-1].end if spans[rank] else 0.0])
                 ends[action] = start + cost(action)
                 spans[rank].append(Span(action, start, ends[action]))

@@ -17,14 +17,11 @@ def split_evenly(layers: int, stages: int) -> list[int]:
 def split_as_configured(
     layers: int, stages: int, *, names: Sequence[str] = (), first_less: int | None = None, last_less: int | None = None
 ) -> list[int]:
-    """Layers of each stage as the configuration says.
+    """Layers of each stage as the configuration says; ValueError: in words what does not fit.
 
     Args:
         names: numbers of layers, or the first layer of each stage ("layers.0", "layers.4", ...).
         first_less, last_less: layers by which the ends fall short of an even share; None: 0.
-
-    Raises:
-        ValueError: in words what does not fit.
     """
     if names:
         counts = _listed_counts(layers, names)
@@ -59,16 +56,15 @@ def _listed_counts(layers: int, names: Sequence[str]) -> list[int]:
 def split_decoder(
     layers: int, stages: int, *, block_params: float, attention_flops: float, table_params: int
 ) -> list[int]:
-    """Layers of each stage of a decoder by cost: FLOPs of a token first, then parameters.
-
-    The head has FLOPs and parameters, the embedding parameters only; tied, both have those of the one weight.
+    """Layers of each stage of a decoder by cost.
 
     Args:
-        block_params: parameters of one block. attention_flops: those of a token in one block, beside its parameters'.
-        table_params: parameters of the embedding, and of the head.
+        block_params: of one block. attention_flops: of a token in one block, beside those of its parameters.
+        table_params: of the embedding, and of the head; tied, both have those of the one weight.
     """
     flops = [6 * block_params + attention_flops] * layers  # 2 forward, 4 backward for each parameter and token
     sizes = [block_params] * layers
+    # the head has FLOPs and parameters, the embedding, a look-up, parameters only
     flops[-1] += 6 * table_params
     sizes[0] += table_params
     sizes[-1] += table_params
@@ -79,10 +75,6 @@ def split_by_cost(flops: Sequence[float], sizes: Sequence[float], stages: int) -
     """Layers of each stage so that the stage with the most FLOPs has as few as possible.
 
     Among such splits, the largest stage has the fewest parameters; among those, the FLOPs are most even.
-
-    Args:
-        flops: of each layer; the head's are added to the last one, the embedding's (none) to the first.
-        sizes: parameters of each layer, with those of embedding and head added alike.
     """
     assert len(flops) == len(sizes) >= stages
     work, size = [0.0, *accumulate(flops)], [0.0, *accumulate(sizes)]
@@ -102,12 +94,9 @@ def split_by_cost(flops: Sequence[float], sizes: Sequence[float], stages: int) -
 def _cheapest_split(
     stages: int, layers: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The cheapest split into stages of one layer or more: its cost, and the layers of each stage.
-
-    Args:
-        cost: of a stage with the layers i .. j-1. join: costs of the stages so far and of the next one.
-    """
-    # dynamic programme: best[j] is the cheapest split of the first j layers into the stages so far
+    """The cheapest split into stages of one layer or more: its cost, and the layers of each stage."""
+    # cost: of a stage with the layers i .. j-1; join: costs of the stages so far and of the next one.
+    # Dynamic programme: best[j] is the cheapest split of the first j layers into the stages so far
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(1, stages + 1):
         longer: dict[int, tuple[float, list[int]]] = {}

@@ -104,6 +104,6 @@ def _check_deadlock(grid: Grid, ranks: int) -> Iterator[str]:
     except ScheduleDeadlock as deadlock:
         rank, (position, action, missing) = min(deadlock.waiting.items())
         column = [cell_column for cell_rank, cell_column, _ in _cells(grid) if cell_rank == rank][position]
-        peer, peer_column, needed = next(cell for cell in _cells(grid) if cell[2] in missing)
+        peer, peer_column, awaited = next(cell for cell in _cells(grid) if cell[2] in missing)
         peer_place = _place(peer, peer_column)
-        yield f"{_place(rank, column)}: deadlock: {action} waits for {needed} of {peer_place}, which waits in turn"
+        yield f"{_place(rank, column)}: deadlock: {action} waits for {awaited} of {peer_place}, which waits in turn"

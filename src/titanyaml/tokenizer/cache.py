@@ -23,11 +23,7 @@ def build_once(path: Path, build: Callable[[Path], None], *, what: str) -> Path:
     Any number of processes may call this at once: one builds, the others wait for it and use its result.
 
     Args:
-        build: gets an empty folder beside ``path``.
-        what: its name in log lines and errors.
-
-    Raises:
-        DataError: the folder cannot be written or locked.
+        build: gets an empty folder beside ``path``. what: its name in log lines and errors.
     """
     if path.is_dir():
         return path

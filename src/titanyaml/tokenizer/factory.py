@@ -17,8 +17,7 @@ def build(
 
     Args:
         corpus: gives the documents from the start; called only where a vocabulary has to be trained.
-        cache_dir: folder that keeps trained vocabularies.
-        corpus_key: fingerprint of that corpus; called only where the vocabulary is a trained one.
+        cache_dir: keeps trained vocabularies. corpus_key: fingerprint of the corpus, for the cache's key.
 
     Raises:
         ConfigError: a key that this kind needs is missing or impossible.

@@ -19,11 +19,8 @@ class HfTokenizer:
 
     Args:
         path: a tokenizer.json or its folder.
-        eos_token: the token that ends a document; None: as tokenizer_config.json or special_tokens_map.json say,
-            else the first of the common names that the vocabulary has.
-
-    Raises:
-        DataError: no such file, not a tokenizer, or no end-of-document token.
+        eos_token: the token that ends a document; None: as tokenizer_config.json or special_tokens_map.json say, else
+            the first of the common names that the vocabulary has.
     """
 
     def __init__(self, path: Path, *, eos_token: str | None = None) -> None:
@@ -59,8 +56,7 @@ class HfTokenizer:
         self.fingerprint = hashlib.sha256(content + f"\0{self.eos_id}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         # the fast call leaves out offsets, which nothing here reads

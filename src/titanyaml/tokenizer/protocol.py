@@ -23,12 +23,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without special tokens, even where the text spells one out."""
-        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text, on all cores where the library can."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens have none."""
-        ...

@@ -24,11 +24,7 @@ class SentencePieceTokenizer:
     every string exactly, U+2581 included. Any other model is used as it is, and a log line says that it changes text.
 
     Args:
-        path: the .model file.
         eos_token: the piece that ends a document; None: the model's own end of sentence.
-
-    Raises:
-        DataError: no such file, not a model, or no end-of-document piece.
     """
 
     def __init__(self, path: Path, *, eos_token: str | None = None) -> None:

@@ -25,14 +25,7 @@ _LINE_CHARACTERS = 4096
 def trained_model(
     spec: schema.Tokenizer, *, corpus: Callable[[], Iterator[str]], cache_dir: Path, corpus_key: Callable[[], str]
 ) -> Path:
-    """The .model for this corpus and these settings, trained now if the cache has none; safe for many processes.
-
-    Args:
-        corpus_key: fingerprint of the corpus, with the settings the key of the cache.
-
-    Raises:
-        ConfigError: no vocab_size, or one that is too small. DataError: there is no text.
-    """
+    """The .model for this corpus and these settings, trained now if the cache has none; safe for many processes."""
     if spec.vocab_size is None:
         message, hint = "a vocabulary that is trained needs a size", "tokenizer.vocab_size=4096"
         raise ConfigError(message, key="tokenizer.vocab_size", hint=hint)

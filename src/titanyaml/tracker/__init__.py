@@ -22,30 +22,19 @@ class Sink(Protocol):
     def log(self, record: dict[str, Any]) -> None:
         """Take a record; must not raise and must not wait."""
 
+    # whatever is unwritten has to be written in ``close``: a rank leaves by os._exit, which waits for no thread
     def close(self, state: str) -> None:
-        """Take the run's last state ("done", "failed", ...); must not raise, and return within seconds.
-
-        Whatever is unwritten has to be written here: a rank leaves by os._exit, which waits for no thread.
-        """
+        """Take the run's last state ("done", "failed", ...); must not raise, and return within seconds."""
 
 
 class Trackers:
-    """All sinks of a run, behind one ``log``.
-
-    Args:
-        run: receives ``metrics.jsonl``.
-        mirrors: further sinks.
-    """
+    """All sinks of a run, behind one ``log``; ``metrics.jsonl`` of ``run`` comes first."""
 
     def __init__(self, run: RunDir, mirrors: Sequence[Sink] = ()) -> None:
         self.run, self.mirrors = run, list(mirrors)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write one record at once, without rounding.
-
-        Args:
-            record: ``step`` and the figures of that step, named as in ``metrics.jsonl``.
-        """
+        """Write one record: ``step`` and the figures of that step, without rounding."""
         self.run.metric(record)
         for mirror in self.mirrors:
             mirror.log(record)
@@ -57,14 +46,7 @@ class Trackers:
 
 
 def build(config: Config, run: RunDir, *, console: bool = True) -> Trackers:
-    """The trackers that ``config`` asks for.
-
-    Args:
-        console: also show progress on standard output.
-
-    Raises:
-        ConfigError: ``tracker.kind=aim``, and Aim is not installed.
-    """
+    """The trackers that ``config`` asks for, and progress on standard output; ConfigError if Aim is not installed."""
     mirrors: list[Sink] = [make_console(config.train.steps)] if console else []
     if config.tracker.kind == "aim":
         mirrors.append(AimMirror(config, run))

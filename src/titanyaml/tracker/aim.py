@@ -1,11 +1,8 @@
 """A mirror of the metrics in an Aim repository (``tracker.kind=aim``).
 
-Aim runs in a thread of its own behind a bounded queue. When it raises, hangs or is slow, training goes on, one warning
-is given, and the number of records that Aim lacks is reported at the end. ``metrics.jsonl`` has them all.
-
-A run keeps its Aim hash in ``aim_run.txt``, so a resumed run continues its Aim run. Aim stores a value under its step:
-a step that is tracked again replaces the earlier value. Steps that the first attempt reached and the resumed run never
-does (a run resumed with fewer steps) stay in Aim, while ``metrics.jsonl`` drops them.
+Aim runs in a thread behind a bounded queue. When it raises, hangs or is slow, training goes on, one warning is given,
+and the number of records that Aim lacks is reported at the end. Steps that only the first attempt of a resumed run
+reached stay in Aim, while ``metrics.jsonl`` drops them.
 """
 
 from __future__ import annotations
@@ -36,14 +33,9 @@ class AimMirror:
     """Metrics by name and step in the context ``{"subset": "train" | "validation"}``, the configuration as parameters.
 
     Args:
-        config: resolved; its groups become searchable parameters: ``run.train.steps == 200``, and, as Aim keeps the
-            name for itself, ``run['run']['seed'] == 0``.
-        run: holds ``aim_run.txt``; receives the warning.
+        config: its groups become searchable: ``run.train.steps == 200``, ``run['run']['seed'] == 0`` (Aim has ``run``).
         capacity: records that may wait for Aim; further ones are dropped and counted.
         close_s: how long ``close`` waits for Aim (seconds).
-
-    Raises:
-        ConfigError: Aim is not installed.
     """
 
     def __init__(self, config: Config, run: RunDir, *, capacity: int = 10_000, close_s: float = 60.0) -> None:
@@ -118,6 +110,7 @@ class AimMirror:
         repo, hash_file = self.config.tracker.repo, self.run.path / HASH_FILE
         old_hash = hash_file.read_text().strip() if hash_file.exists() else None
         options: dict[str, Any] = {"repo": repo, "experiment": self.config.run.name}
+        # a resumed run continues its Aim run, where a step that is tracked again replaces the earlier value
         options |= {"force_resume": old_hash is not None}  # a killed run has left its lock behind
         # nothing that Aim gathers by itself: it would read the console and poll the GPU beside the training
         options |= {"log_system_params": False, "capture_terminal_logs": False, "system_tracking_interval": None}
@@ -137,7 +130,6 @@ class AimMirror:
         return aim_run
 
     def _warn(self, failure: str) -> None:
-        """Report the first failure; later ones are only counted."""
         if self._warned:
             return
         self._warned = True
@@ -146,7 +138,6 @@ class AimMirror:
 
 
 def track(aim_run: Any, record: dict[str, Any]) -> None:
-    """Track the numbers of one record."""
     for key, value in record.items():
         if key == "step" or isinstance(value, bool) or not isinstance(value, int | float):
             continue

@@ -61,11 +61,7 @@ class _Console:
 
 
 class PlainLines(_Console):
-    """One line a record, at most about one a second; first, last and validation records always.
-
-    Args:
-        steps: of the whole run. clock: seconds.
-    """
+    """One line per record, at most about one a second; first, last and validation records always."""
 
     INTERVAL_S = 1.0
 
