@@ -58,14 +58,7 @@ class Float8Matmul:
         ao.convert_to_float8_training(nn.Module())
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply.
-
-        Args:
-            x: [..., K]. weight: [N, K] in x's dtype, or in float8 if FSDP gathered it so. bias: [N].
-
-        Returns:
-            [..., N] in x's dtype.
-        """
+        """x [..., K] and weight [N, K], in x's dtype or gathered in float8 by FSDP, to [..., N] in x's dtype."""
         if not self.recast_weight:
             weight = self._cast(weight, self._weight_dtype, self.gemms, gemm_input_role=self._role)
         out = self._multiply(x, weight.t(), self.gemms, self.config)
@@ -82,11 +75,7 @@ class Float8Matmul:
 
 
 class MXMatmul:
-    """x @ weight^T (+ bias) with operands in mxfp8: e4m3 with one power-of-two scale per 32 numbers along the sum.
-
-    Args:
-        emulate: cast as the format says, multiply in high precision.
-    """
+    """x @ weight^T (+ bias) with operands in mxfp8: e4m3 with one power-of-two scale per 32 numbers along the sum."""
 
     def __init__(self, *, emulate: bool) -> None:
         try:
@@ -108,11 +97,7 @@ class MXMatmul:
 
 @torch.no_grad()
 def precompute_scales(weights: list[Tensor]) -> None:
-    """Compute the scales of all weights that FSDP gathers in float8, for their next gather: one all-reduce in all.
-
-    Args:
-        weights: DTensors made by ``Float8Matmul.wrap_for_gather`` and sharded by FSDP.
-    """
+    """Compute the scales of all weights from ``Float8Matmul.wrap_for_gather`` for their next gather: one all-reduce."""
     dtensors = cast(list[DTensor], weights)
     mesh = dtensors[0].device_mesh
     axis_names = enumerate(mesh.mesh_dim_names or ())
@@ -140,11 +125,7 @@ def unwrap(tensor: Tensor) -> Tensor:
 
 
 def _import(name: str, *, quiet: bool = True) -> Any:
-    """A module of torchao.
-
-    Raises:
-        PipelineError: torchao is missing, or of a version that this file does not know.
-    """
+    """A module of torchao; a PipelineError if torchao is missing, or of a version that this file does not know."""
     try:
         with _silence() if quiet else nullcontext():
             return importlib.import_module(name)

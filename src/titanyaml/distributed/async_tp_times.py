@@ -58,11 +58,9 @@ def measure(
     cache: Path | None,
     clock: Clock | None = None,
 ) -> dict[CollectivePlace, PlaceTimes]:
-    """Times of each place: from the file if it has all of them, else measured. All ranks of the job must call.
+    """Times of each place: from the JSON file ``cache`` if it has all of them, else measured by ``clock``.
 
-    Args:
-        batch: sequences that the tokens belong to. cache: JSON file, or None to keep nothing.
-        clock: None uses the device's own events.
+    All ranks of the job must call. ``batch``: sequences that the tokens belong to.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     # all that changes a time, except the place

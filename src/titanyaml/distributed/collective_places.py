@@ -31,19 +31,17 @@ class CollectivePlace:
 def block_places(
     tokens: int, dim: int, columns: Iterable[tuple[int, ...]], rows: Iterable[int], *, float8: bool = False
 ) -> list[CollectivePlace]:
-    """The places of a block's forward and backward, sorted.
+    """The places of a block's forward and backward, sorted. ``tokens``: of all tp ranks. ``dim``: residual stream.
 
     Args:
-        tokens: of all tp ranks. dim: width of the residual stream.
         columns: output features on a rank of the matrices that read one gathered tensor: (q, k, v), (gate, up).
         rows: input features on a rank of the matrices whose outputs are summed: o, down.
-        float8: these matmuls are in float8. Casts stand between a gather and them, so only scatters are places.
     """
     rows = list(rows)
     scatters = {CollectivePlace("reduce_scatter", tokens, inner, (dim,), float8) for inner in rows}
     # backward: the gradients of one input, summed over the matrices that read it
     scatters |= {CollectivePlace("reduce_scatter", tokens, sum(widths), (dim,), float8) for widths in columns}
-    if float8:
+    if float8:  # casts stand between a gather and its matmuls
         return sorted(scatters)
     gathers = {CollectivePlace("all_gather", tokens, dim, (inner,)) for inner in rows}  # backward: output gradients
     for widths in columns:

@@ -36,11 +36,7 @@ def gather_objects(obj: T, env: Env) -> list[T]:
 
 
 def sum_scalars(values: Sequence[float], env: Env, *, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Sums over ranks, in float64, of equally many values from each; bit-equal on every rank.
-
-    Args:
-        group: the ranks that add up; None: all.
-    """
+    """Sums over the ranks of ``group`` (None: all), in float64, of equally many values from each; bit-equal on all."""
     if env.world_size == 1:
         return [float(value) for value in values]
     total = torch.tensor(list(values), dtype=torch.float64)

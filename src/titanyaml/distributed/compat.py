@@ -1,8 +1,7 @@
 """Private torch API, gathered here so that a new torch release can break one place.
 
-``compat_compile.py`` and ``compat_inductor.py`` hold what compilation uses, ``compat_pipeline.py`` what pipelines run
-on, ``compat_async_tp.py`` what async tensor parallelism uses. They are apart because Dynamo and Inductor take seconds
-to import. A name that a release removed falls back to a public, slower way where one exists.
+What compilation, pipelines and async tensor parallelism use stands in other ``compat_*.py`` files: Dynamo and Inductor
+take seconds to import.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 @functools.cache  # once a feature
 def warn_if_untried(feature: str, tried: tuple[str, ...] = TRIED_TORCH) -> None:
-    """Log a warning where ``feature`` changes torch's internals and this release lies outside those it was tried with.
-
-    Args:
-        feature: what the reader may see misbehave, in words. tried: releases as "major.minor", ascending.
-    """
+    """Warn that ``feature`` changes internals of torch, if this release lies outside ``tried`` (ascending)."""
     as_numbers = [tuple(map(int, version.split(".")[:2])) for version in (tried[0], torch.__version__, tried[-1])]
     if sorted(as_numbers) != as_numbers:
         logging.getLogger("titanyaml").warning(
@@ -52,16 +47,12 @@ def warn_if_untried(feature: str, tried: tuple[str, ...] = TRIED_TORCH) -> None:
         )
 
 
-# Process groups and meshes -------------------------------------------------------------------------------------------
-
-
 def process_groups() -> list[dist.ProcessGroup]:
-    """Every process group of this rank that exists now."""
     return list(distributed_c10d._world.pg_map)
 
 
 def set_group_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Change the timeout of a live process group; torch has no public function for it."""
+    # torch has no public function for a live group
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -92,11 +83,9 @@ def fake_process_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
 
 
 def clear_mesh_caches() -> None:
-    """Drop DTensor's caches of operator placements, which hold the meshes, and so the groups, of a job that is over.
-
-    Each gloo group that is kept alive has three threads, one of which wakes every 10 ms: hundreds of them took half of
-    the machine that ran the tests.
-    """
+    """Drop DTensor's caches of operator placements, which hold the meshes, and so the groups, of a job that is over."""
+    # A gloo group has three threads, one of which wakes every 10 ms: hundreds of groups took half of the machine that
+    # ran the tests.
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     for owner, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
@@ -107,11 +96,7 @@ def clear_mesh_caches() -> None:
 
 
 def group_name(arguments: Sequence[Any]) -> str:
-    """Name of the process group among the arguments of a collective operator.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Name of the process group among the arguments of a collective operator; ValueError without one."""
     for argument in reversed(arguments):
         if isinstance(argument, str):  # functional collectives take the name itself
             return argument
@@ -120,9 +105,8 @@ def group_name(arguments: Sequence[Any]) -> str:
     raise ValueError("no process group among the arguments")
 
 
-# Functional collectives ----------------------------------------------------------------------------------------------
-# The public functions around these operators return before the result is there, and their names changed in 2.13.
-# As operators they stay visible in compiled graphs.
+# Collectives are called as functional operators, which compilers see in a graph. The public functions around them
+# return before the result is there, and their names changed in 2.13.
 
 
 def all_reduce(tensor: Tensor, operation: str, group_name: str) -> Tensor:
@@ -163,42 +147,26 @@ def wait(tensor: Tensor) -> Tensor:
 def produce_and_exchange(produce: Callable[[int, Tensor], None], output: Tensor, group_name: str) -> None:
     """Fill ``output``, cut evenly along dimension 0, with the slices that the ranks produced for this one.
 
-    Each slice travels over symmetric memory while the next is produced.
-
-    Args:
-        produce: called with a rank and the tensor to write that rank's slice to.
+    ``produce`` writes a rank's slice to a tensor. Each travels over symmetric memory while the next is produced.
     """
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_produce_and_all2all(produce, output, cast(Any, group_name))
 
 
-# Operators -----------------------------------------------------------------------------------------------------------
-
-
 def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
     """``torch.linalg.vector_norm`` of each tensor, accumulated in ``dtype``; a few kernels for all of them on a GPU."""
-    if hasattr(torch, "_foreach_norm"):
-        return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
-    return [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors]
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
 
 
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply each tensor in place by the 0-dim ``factor``."""
-    if hasattr(torch, "_foreach_mul_"):
-        torch._foreach_mul_(tensors, factor)
-        return
-    for tensor in tensors:
-        tensor.mul_(factor)
+    torch._foreach_mul_(tensors, factor)
 
 
 def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target, rounding to the target's dtype."""
-    if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(targets, sources)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    torch._foreach_copy_(targets, sources)
 
 
 def scaled_mm(
@@ -213,8 +181,7 @@ def scaled_mm(
 ) -> Tensor:
     """GEMM of float8 a [M, K] and b [K, N], times their inverse scales, which are [M, 1] and [1, N] or both 0-dim.
 
-    Args:
-        fast_accum: add in the tensor core's short accumulator. dtype: of the result. out: written to where given.
+    ``fast_accum`` adds in the tensor core's short accumulator. The result has ``dtype``, and is written to ``out``.
     """
     options: dict[str, Any] = {"out_dtype": dtype, "use_fast_accum": fast_accum}
     if out is not None:
@@ -229,10 +196,8 @@ def grouped_mm(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kernel: str) -> tuple[Tensor, Tensor]:
-    """Output [B, N, S, H] and log-sum-exp [B, N, S] (float32) of the fused attention kernel "cudnn" or "flash".
-
-    The public function hides the log-sum-exp, without which partial attentions cannot be merged.
-    """
+    """Output [B, N, S, H] and log-sum-exp [B, N, S] (float32) of the fused attention kernel "cudnn" or "flash"."""
+    # the public function hides the log-sum-exp, without which partial attentions cannot be merged
     if kernel == "cudnn":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
         return out, lse.reshape(q.shape[:3])  # some releases append a dimension of 1
@@ -254,8 +219,6 @@ def attention_backward(
         grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, seed, seed
     )
 
-
-# Tensor subclasses and fake tensors ----------------------------------------------------------------------------------
 
 #: ``__torch_function__`` of a subclass that only wants ``__torch_dispatch__``: operators, not Python functions.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -286,7 +249,6 @@ def write_count(tensor: Tensor) -> int:
 
 
 def writes_its_input(operator: Any) -> bool:
-    """Whether an operator overload changes one of its arguments."""
     return operator._schema.is_mutable
 
 
@@ -298,21 +260,15 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor has no values that could be looked at."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
-# Recomputation, memory recording, schedules --------------------------------------------------------------------------
-
-
 def ignore_profiler_ops_in_recomputation() -> None:
-    """Let selective recomputation wrap blocks that contain FSDP modules (torch 2.13).
-
-    FSDP marks its work for profilers by operators, and its backward makes other marks than its forward. Selective
-    recomputation counts operators and refuses one that it has not seen as often before.
-    """
+    """Let selective recomputation wrap blocks that contain FSDP modules (torch 2.13)."""
+    # FSDP marks its work for profilers by operators, and its backward makes other marks than its forward. Selective
+    # recomputation counts operators and refuses one that it has not seen as often before.
     from torch.utils import checkpoint
 
     ignored_ops = getattr(checkpoint, "SAC_IGNORED_OPS", None)
@@ -338,11 +294,7 @@ def dump_memory_snapshot(path: Path) -> None:
 
 
 def schedule_rows(name: str, *, owners: Sequence[int], microbatches: int) -> list[list[str]]:
-    """The computations of torch's pipeline schedule ``name`` as the cells of its CSV file, one row for each rank.
-
-    Args:
-        owners: the rank of each stage.
-    """
+    """Cells of the CSV file of torch's pipeline schedule ``name``, one row a rank. owners: the rank of each stage."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     # A schedule is a pure function of these numbers: stand-ins for stages spare a model and a process group.

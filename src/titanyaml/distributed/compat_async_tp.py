@@ -33,15 +33,12 @@ from titanyaml.distributed.collective_places import CollectivePlace
 TRIED_TORCH = ("2.11", "2.13")
 
 _KINDS: dict[Any, str] = {compat.ALL_GATHER: "all_gather", compat.REDUCE_SCATTER: "reduce_scatter"}
-_REQUIRED_NAMES = (
-    (inductor_pass, "find_all_gather_patterns"),
-    (inductor_pass, "find_reduce_scatter_patterns"),
-    (inductor_pass, "fuse_all_gather_matmul"),
-    (inductor_pass, "fuse_matmul_reduce_scatter"),
-    (_symmetric_memory, "_test_mode"),
-    (_symmetric_memory, "_pipelined_produce_and_all2all"),
-    (inductor_config, "post_grad_custom_pre_pass"),
-)
+_PATTERNS = ("find_all_gather_patterns", "find_reduce_scatter_patterns")
+_REQUIRED_NAMES: dict[Any, tuple[str, ...]] = {
+    inductor_pass: (*_PATTERNS, "fuse_all_gather_matmul", "fuse_matmul_reduce_scatter"),
+    _symmetric_memory: ("_test_mode", "_pipelined_produce_and_all2all"),
+    inductor_config: ("post_grad_custom_pre_pass",),
+}
 _COUNTER_PREFIX, _FUSED = "titanyaml async_tp", ""
 #: Why a place was not fused although its times were measured, or should have been.
 SLOWER, UNMEASURED = "measured slower when fused", "a shape or a kind of product that was not measured"
@@ -64,11 +61,9 @@ class Fusions:
 
 
 def fusions() -> Fusions:
-    """The counts up to now.
-
-    They live in Inductor's own counters, which it stores with a compiled graph and adds again on a cache hit. So they
-    are right too where the graph comes out of the cache and no pass runs.
-    """
+    """The counts up to now."""
+    # Inductor stores its counters with a compiled graph and adds them again on a cache hit. So the counts in them are
+    # right too where the graph comes out of the cache and no pass runs.
     totals = Fusions()
     for name, count in counters["inductor"].items():
         if name.startswith(_COUNTER_PREFIX):
@@ -92,7 +87,8 @@ def fuse_collectives(
     Raises:
         RuntimeError: the hook is in use, or this torch lacks a name.
     """
-    if missing := [f"{module.__name__}.{name}" for module, name in _REQUIRED_NAMES if not hasattr(module, name)]:
+    required = ((module, name) for module, names in _REQUIRED_NAMES.items() for name in names)
+    if missing := [f"{module.__name__}.{name}" for module, name in required if not hasattr(module, name)]:
         raise RuntimeError(f"torch {torch.__version__} has no {', '.join(missing)}")
     current = inductor_config.post_grad_custom_pre_pass
     if current is not None and not isinstance(current, FuseCollectives):
@@ -150,7 +146,6 @@ class FuseCollectives(CustomGraphPass):
         return {match.ag_node for match in matches}
 
     def _fuse_scatters(self, graph: Graph, collectives: dict[Node, str]) -> set[Node]:
-        """Fuse reduce-scatters; returns those whose surroundings matched a pattern."""
         if "reduce_scatter" not in self.kinds:
             return set()
         fused_float8 = set()
@@ -180,7 +175,6 @@ class FuseCollectives(CustomGraphPass):
         return bool(wins)
 
     def _reason(self, node: Node, kind: str, matched: set[Node]) -> str:
-        """Why a collective is still there."""
         if kind not in self.kinds:
             return "not in compile.async_tp_ops"
         if node in self.refusals:
@@ -206,11 +200,9 @@ def multiply_scatter(x_BSK: Tensor, weight_KN: Tensor, group_name: str) -> Tenso
 
 @contextmanager
 def _eligible(group_name: str) -> Iterator[None]:
-    """Answer the questions that would end torch's fusions in silence.
-
-    A build without NCCL cannot have a group on GPUs, and on a CPU the operators have kernels of ours. Symmetric memory
-    enables itself for a group when its first buffer is exchanged, and raises if it cannot.
-    """
+    """Answer the questions that would end torch's fusions in silence."""
+    # A build without NCCL cannot have a group on GPUs, and on a CPU the operators have kernels of ours. Symmetric
+    # memory enables itself for a group when its first buffer is exchanged, and raises if it cannot.
     original = torch.distributed.is_nccl_available
     # monkeypatch: torch.distributed.is_nccl_available, while the fusions run. May go when they ask for the operators'
     # kernels instead. _test_mode answers the second question and may go when groups need no registration.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any, NoReturn
@@ -43,13 +43,7 @@ class CompileCounts:
     skipped: int = 0
 
     def __sub__(self, earlier: CompileCounts) -> CompileCounts:
-        return CompileCounts(
-            self.graphs - earlier.graphs,
-            self.breaks - earlier.breaks,
-            self.built - earlier.built,
-            self.cached - earlier.cached,
-            self.skipped - earlier.skipped,
-        )
+        return CompileCounts(*(getattr(self, part.name) - getattr(earlier, part.name) for part in fields(self)))
 
 
 def compile_counts() -> CompileCounts:
@@ -74,10 +68,8 @@ def count_graphs_of(function: Callable[..., Any]) -> int:
 
 
 def guard_module_hooks() -> None:
-    """Make torch.compile check the hooks of a module before it reuses a graph.
-
-    By default it does not, and a block with a hook silently runs the graph of a block without one.
-    """
+    """Make torch.compile check the hooks of a module before it reuses a graph."""
+    # by default a block with a hook silently runs the graph of a block without one
     import torch._dynamo.config as config
 
     if hasattr(config, "skip_nnmodule_hook_guards"):
@@ -85,37 +77,28 @@ def guard_module_hooks() -> None:
 
 
 def use_compile_cache(folder: Path) -> Path:
-    """Have Inductor keep what it builds in ``folder``, unless ``TORCHINDUCTOR_CACHE_DIR`` names another.
-
-    Inductor writes its default into that variable when it is imported, so a set variable alone says nothing.
-
-    Returns:
-        The folder in force.
-    """
+    """Have Inductor keep what it builds in ``folder``, unless ``TORCHINDUCTOR_CACHE_DIR`` is set; returns which."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+    # Inductor writes its default into the variable when it is imported, so that being set says nothing
     if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
         os.environ[CACHE_VARIABLE] = str(folder)
     return Path(os.environ[CACHE_VARIABLE])
 
 
-# Compiling with errors in our words ----------------------------------------------------------------------------------
-
-
+@dataclass
 class GraphBreak(Exception):
     """Dynamo cannot trace the line at ``location`` into the graph."""
 
-    def __init__(self, reason: str, location: str) -> None:
-        super().__init__(reason)
-        self.reason, self.location = reason, location
+    reason: str
+    location: str
 
 
+@dataclass
 class TooManyInputs(Exception):
     """Different inputs have used up the recompile limit."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(limit)
-        self.limit = limit
+    limit: int
 
 
 #: Raises an error of ours for a GraphBreak or TooManyInputs: torch's names neither the module nor, briefly, the code.
@@ -185,17 +168,11 @@ def cuda_graphs_recorded(device: torch.device) -> int:
     return count
 
 
-# Recomputation in compiled graphs ------------------------------------------------------------------------------------
-
-
 def set_activation_memory_budget(share: float) -> None:
-    """Let graphs compiled from now on keep this share of the activations that they keep without recomputation.
-
-    A process-wide setting without a public name: one model a process.
-    """
+    """Let graphs compiled from now on keep this share of the activations that they keep without recomputation."""
     import torch._functorch.config as config
 
-    config.activation_memory_budget = share
+    config.activation_memory_budget = share  # of the process: one model a process
     # The partitioner measures a graph's inputs too. From 2.13 on process groups are among them, as objects of which it
     # refuses to guess a size. They hold no activations.
     if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
@@ -210,24 +187,20 @@ def activation_memory_budget() -> float:
 
 
 def recomputes_autograd_functions() -> bool:
-    """Whether checkpointing without ``context_fn`` recomputes what a ``torch.autograd.Function`` of the block computed.
-
-    In torch 2.11 it does not in a compiled block: operators inside the function carry no mark of the block and their
-    outputs are kept (805 MB of a 3B block with own float8 matmuls and 16,384 tokens). Later releases give the block a
-    policy that marks every operator; so does any ``context_fn``.
-    """
+    """Whether a compiled block without ``context_fn`` recomputes what autograd Functions in it computed."""
+    # In torch 2.11 it does not: operators inside the function carry no mark of the block and their outputs are kept
+    # (805 MB of a 3B block with own float8 matmuls and 16,384 tokens). Later releases give the block a policy that
+    # marks every operator; so does any context_fn.
     from torch._higher_order_ops import wrap
 
     return hasattr(wrap, "_always_prefer_recompute")
 
 
 def fix_saved_rng_state_order() -> None:
-    """Let a compiled block with recomputation have DTensor parameters (torch 2.13).
-
-    A compiled forward lists what it keeps for the backward as tensors, other objects, symbols, and slices the list by
-    their counts. The states of recomputed random operators (fused attention is one) are put before the symbols but
-    behind the objects. One object is a DTensor's mesh, which is then taken for a tensor and refused.
-    """
+    """Let a compiled block with recomputation have DTensor parameters (torch 2.13)."""
+    # A compiled forward lists what it keeps for the backward as tensors, other objects, symbols, and slices the list by
+    # their counts. The states of recomputed random operators (fused attention is one) are put before the symbols but
+    # behind the objects. One object is a DTensor's mesh, which is then taken for a tensor and refused.
     from torch._functorch import partitioners
 
     private: Any = partitioners

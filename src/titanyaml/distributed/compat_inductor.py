@@ -16,13 +16,13 @@ TRIED_TORCH = ("2.11", "2.13")
 
 
 class SeparateRowSums(InductorChoices):
-    """Inductor's choices, except that two sums over rows are never fused. Such a sum is a norm weight's gradient.
+    """Inductor's choices, except that two sums over rows are never fused. Such a sum is a norm weight's gradient."""
 
-    Inductor fuses it into the backward kernel of its norm, which reads the same tensors (mix order reduction). But if
-    two norms of a graph read one tensor, as a block's two norms read the residual stream, and fewer than 64 operations
-    lie between them, it prefers to fuse their two sums. The earlier one then waits for the later one, holds three
-    activations (two gradients, attention's output) through the backward of attention, and reads them once more.
-    """
+    # Inductor fuses it into the backward kernel of its norm, which reads the same tensors (mix order reduction). But if
+    # two norms of a graph read one tensor, as a block's two norms read the residual stream, and fewer than 64
+    # operations lie between them, it prefers to fuse their two sums. The earlier one then waits for the later one,
+    # holds three activations (two gradients, attention's output) through the backward of attention, and reads them
+    # once more.
 
     @staticmethod
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -31,7 +31,6 @@ class SeparateRowSums(InductorChoices):
         return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
 
     def uuid(self) -> str:
-        """Part of the key of the compile cache."""
         return "titanyaml sums apart"
 
 
@@ -45,11 +44,9 @@ def keep_row_sums_apart() -> None:
 
 
 def launch_triton_kernels_statically() -> None:
-    """Start our Triton kernels in a graph as Inductor starts its own: by a C++ launcher, not Triton's Python one.
-
-    A float8 block has 36 of them, and the host is what a step of short kernels waits for. Inductor's own environment
-    variable wins over this.
-    """
+    """Start our Triton kernels in a graph as Inductor starts its own, without Triton's Python launcher."""
+    # A float8 block has 36 of them, and the host is what a step of short kernels waits for. Inductor's own environment
+    # variable wins over this.
     name = "static_launch_user_defined_triton_kernels"  # not every release has it
     if hasattr(config, name) and f"TORCHINDUCTOR_{name.upper()}" not in os.environ:
         setattr(config, name, True)

@@ -53,11 +53,9 @@ def schedule_from_file(path: str, stages: list[Any], *, microbatches: int, loss_
 
 
 def collect_gradients(module: nn.Module) -> None:
-    """Run, for gradients that were written to ``.grad`` directly, the hooks that autograd would have run.
-
-    A backward by weight alone writes past autograd: no hook sees those gradients, and FSDP does not add them up in its
-    own dtype. With bfloat16 weights they would be summed in bfloat16 and never reach a float32 master.
-    """
+    """Run, for gradients that were written to ``.grad`` directly, the hooks that autograd would have run."""
+    # A backward by weight alone writes past autograd: no hook sees those gradients, and FSDP does not add them up in
+    # its own dtype. With bfloat16 weights they would be summed in bfloat16 and never reach a float32 master.
     for parameter in module.parameters():
         for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
             if parameter.grad is not None:

@@ -22,10 +22,8 @@ def even_positions(length: int, *, rank: int, size: int, device: torch.device) -
 
 
 def head_tail_positions(length: int, *, rank: int, size: int, device: torch.device) -> Tensor:
-    """Positions [S] of a rank: of 2*size runs, run ``rank`` (head) and the run as far from the end (tail).
-
-    Under a causal mask late positions attend to more keys. Head and tail together cost the same on every rank.
-    """
+    """Positions [S] of a rank: of 2*size runs, run ``rank`` (head) and the run as far from the end (tail)."""
+    # under a causal mask late positions attend to more keys; head and tail together cost the same on every rank
     run = length // (2 * size)
     offsets = torch.arange(run, device=device)
     return torch.cat((offsets + rank * run, offsets + (2 * size - 1 - rank) * run))
@@ -51,9 +49,10 @@ def gather_positions(x_BNSH: Tensor, group: TensorGroup) -> Tensor:
 def sequence_to_heads(tensors_BNSH: tuple[Tensor, ...], group: TensorGroup) -> tuple[Tensor, ...]:
     """From all heads of the rank's positions to some heads of all positions: each [B, N, S, H] to [B, N/W, T, H].
 
-    One all-to-all for all tensors: a collective of each would pay its latency again. There is one copy before it and,
-    with several sequences, one after it. The results are views in the memory order B, T, heads, H.
+    The results are views in the memory order B, T, heads, H.
     """
+    # One all-to-all for all tensors: one of each would pay its latency again. There is one copy before it and, with
+    # several sequences, one after it.
     size = group.size
     heads = [x.shape[1] // size for x in tensors_BNSH]
     by_head_group = [x.transpose(1, 2).unflatten(2, (size, -1)).movedim(2, 0) for x in tensors_BNSH]

@@ -16,18 +16,13 @@ from titanyaml.errors import LaunchError
 
 @dataclass(frozen=True)
 class Env:
-    """One rank of a job.
-
-    Args:
-        rank: global rank. world_size: ranks in the job. local_rank: rank on this machine.
-        device: where this rank computes. backend: of collectives, as torch.distributed spells it.
-    """
+    """One rank of a job."""
 
     rank: int
     world_size: int
-    local_rank: int
+    local_rank: int  # on this machine
     device: torch.device
-    backend: str
+    backend: str  # of collectives, as torch.distributed spells it
 
     @property
     def is_main(self) -> bool:
@@ -60,7 +55,6 @@ class Env:
 
 
 def _read_rank_variables(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world size, local rank)."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     values = {name: environ[name] for name in names if name in environ}
     if not values:
@@ -78,9 +72,7 @@ def _read_rank_variables(environ: Mapping[str, str]) -> tuple[int, int, int]:
 def start(env: Env, *, timeout_s: float) -> None:
     """Select the device and, if there are several ranks, join the process group.
 
-    Args:
-        timeout_s: seconds for joining, and for each collective until ``set_timeout``: enough for the slowest rank to
-            compile and to read its data.
+    ``timeout_s`` limits joining, and each collective until ``set_timeout``: until then ranks compile and read data.
     """
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)
@@ -104,11 +96,7 @@ def set_timeout(seconds: float) -> None:
 
 
 def stop(env: Env) -> None:
-    """Leave the process group, all ranks together.
-
-    Only for a run that ended the same way on every rank. A failing rank leaves by ``os._exit``: the barrier would wait
-    for the others.
-    """
+    """Leave the process group, after a run that ended the same way on every rank; a failing rank uses ``os._exit``."""
     if env.world_size > 1 and dist.is_initialized():
         # Without it a rank that tears down early made another one abort ("terminate called without an active
         # exception") in 2 of 8 runs; with it in none of 22 (torch 2.13, gloo).

@@ -10,6 +10,8 @@ Shapes: B batch, S sequence, M = B*S tokens, K inner and N output features, R ra
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -77,16 +79,7 @@ operator = torch.library.custom_op("titanyaml::float8_matmul_exchange", float8_m
 
 
 @operator.register_fake
-def _(
-    lefts: list[Tensor],
-    rights: list[Tensor],
-    left_scales: list[Tensor],
-    right_scales: list[Tensor],
-    batch: int,
-    fast_accum: bool,
-    dtype: torch.dtype,
-    size: int,
-    group_name: str,
-) -> Tensor:
+def _(lefts: list[Tensor], rights: list[Tensor], *options: Any) -> Tensor:
+    _, _, batch, _, dtype, size, _ = options
     tokens, width = lefts[0].shape[0], rights[0].shape[1]
     return lefts[0].new_empty(size, batch, tokens // batch // size, width, dtype=dtype)

@@ -43,10 +43,8 @@ def _arg(node: Node, index: int) -> Any:
 
 
 def scattered_tensor(reduce_scatter: Node) -> Node | None:
-    """The tensor that a reduce-scatter divides among ranks; None if its input joins pieces of several tensors.
-
-    The collective works along dimension 0. Slices along another dimension are cut and concatenated for it first.
-    """
+    """The tensor that a reduce-scatter divides among ranks; None if its input joins pieces of several tensors."""
+    # the collective works along dimension 0: slices along another dimension are cut and concatenated for it first
     source: Node = _arg(reduce_scatter, 0)
     if source.target is not aten.cat.default:
         return source
@@ -99,10 +97,7 @@ def matmul_before_scatter(reduce_scatter: Node) -> CollectivePlace | None:
 
 
 def fuse_float8_scatter(reduce_scatter: Node, group_name: str) -> bool:
-    """Replace a scattered float8 matmul, or sum of such, by ``float8_matmul_exchange`` and a sum; whether it was one.
-
-    The exchanged slices are summed in the graph, where Inductor joins that with the residual add and the norm behind.
-    """
+    """Replace a scattered float8 matmul, or sum of some, by ``float8_matmul_exchange`` and a sum; False: it is none."""
     total = scattered_tensor(reduce_scatter)
     matmuls = _float8_matmuls(total) if total is not None else []
     waits = [user for user in reduce_scatter.users if user.target is compat.WAIT]
@@ -116,7 +111,7 @@ def fuse_float8_scatter(reduce_scatter: Node, group_name: str) -> bool:
     with graph.inserting_before(wait):
         options = (batch, _is_fast(matmuls[0]), value(total).dtype, size, group_name)
         slices = _call(graph, torch.ops.titanyaml.float8_matmul_exchange, *operands, *options)
-        fused = _call(graph, aten.sum, slices, [0])
+        fused = _call(graph, aten.sum, slices, [0])  # Inductor joins it with the residual add and the norm behind
     wait.replace_all_uses_with(fused)
     reduce_scatter.replace_all_uses_with(fused, delete_user_cb=lambda user: user is not wait)
     graph.erase_node(wait)

@@ -25,30 +25,23 @@ class ParallelDims(Degrees):
         return cls(**resolve_degrees(parallel, world_size=world_size))
 
     def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The mesh for FSDP: shards over dp_shard*cp as one axis, preceded by dp_replicate if there are several copies.
-
-        cp ranks hold different tokens, so their gradients are summed like those of data ranks. One axis does both; a
-        second reduction of whole gradients would cost memory and time.
-        """
+        """The mesh for FSDP: one axis dp_shard*cp, over which it shards, behind dp_replicate if that is above 1."""
+        # cp ranks hold different tokens, so their gradients are summed like those of data ranks. One axis does both: a
+        # second reduction of full gradients would cost memory and time.
         axes = [axis for axis in ("dp_shard", "cp") if getattr(self, axis) > 1] or ["dp_shard"]
         if len(axes) == 1:
             return mesh[axes[0]] if self.dp_replicate == 1 else mesh["dp_replicate", axes[0]]
         return compat.flat_mesh(mesh, outer="dp_replicate" if self.dp_replicate > 1 else None, axes=axes)
 
     def build(self, device_type: str) -> DeviceMesh:
-        """The mesh with the axes pp, dp_replicate, dp_shard, cp, tp, outermost first, including those of size 1.
-
-        Call ``env.start`` first, which creates the process group. A single rank has none, and no mesh.
-        """
+        """The mesh with the axes pp, dp_replicate, dp_shard, cp, tp, outermost first; after ``env.start``."""
         assert self.world_size > 1, "one rank alone has no mesh"
         return init_device_mesh(device_type, tuple(getattr(self, axis) for axis in MESH_AXES), mesh_dim_names=MESH_AXES)
 
     def build_experts(self, device_type: str) -> DeviceMesh | None:
-        """The same ranks as a mesh for experts: axes pp, dp_replicate, expert_shard, ep; None without ep.
-
-        Of the dp_shard*cp*tp ranks the innermost ``ep`` divide the experts among themselves: they lie on the fastest
-        links. ``expert_shard`` runs over the groups of them, which hold equal experts; FSDP shards those over it.
-        """
+        """The same ranks as a mesh for experts: axes pp, dp_replicate, expert_shard, ep; None without ep."""
+        # Of the dp_shard*cp*tp ranks the innermost ep divide the experts among themselves: they lie on the fastest
+        # links. expert_shard runs over the groups of them, which hold equal experts; FSDP shards those over it.
         if self.ep == 1:
             return None
         num_groups, remainder = divmod(self.dp_shard * self.cp * self.tp, self.ep)

@@ -70,10 +70,8 @@ def grad_norm(
 
 @torch.no_grad()
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)), as in torch's clip_grad_norm_: the factor that gradients are multiplied by.
-
-    The host does not wait for the device. A norm that is not finite makes the gradients so: look at it first.
-    """
+    """min(1, max_norm / (norm + 1e-6)), as in torch's clip_grad_norm_: the factor that gradients are multiplied by."""
+    # nothing waits for the device, so a norm that is not finite is not noticed here: callers look at it first
     return (max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
 
 
@@ -113,11 +111,9 @@ def _local_norm(shards: list[Tensor], norm_type: float, dtype: torch.dtype, devi
 
 
 def _pieces(shard: Tensor) -> Sequence[Tensor]:
-    """Pieces over which a float32 sum is accurate; none of an empty shard, which has no largest value.
-
-    On a CPU torch adds float32 squares one after the other: a single sum over 50 million elements was off by 4e-3,
-    chunks of 65,536 by 2e-7 at the same speed. On a GPU the sum is a tree.
-    """
+    """Pieces over which a float32 sum is accurate; none of an empty shard, which has no largest value."""
+    # On a CPU torch adds float32 squares one after the other: a single sum over 50 million elements was off by 4e-3,
+    # chunks of 65,536 by 2e-7 at the same speed. On a GPU the sum is a tree.
     if shard.numel() == 0:
         return ()
     return shard.reshape(-1).split(_CPU_CHUNK) if shard.device.type == "cpu" else (shard,)

@@ -37,9 +37,6 @@ def checksum(tensor: Tensor) -> int:
 def check_replicas_match(named_tensors: Iterable[tuple[str, Tensor]], env: Env) -> None:
     """Compare every tensor, or every shard of a DTensor, with its copies on other ranks, bit for bit.
 
-    Args:
-        named_tensors: weights, buffers and optimizer state; the same names on all ranks that hold them.
-
     Raises:
         TitanError: copies differ; it names the first tensor and its ranks.
     """
@@ -68,11 +65,7 @@ def check_replicas_match(named_tensors: Iterable[tuple[str, Tensor]], env: Env) 
 
 
 def check_random_streams(seed: int, data_rank: int, env: Env) -> None:
-    """Check that data ranks draw different random numbers and that ranks which share data draw the same.
-
-    Raises:
-        TitanError: they do not.
-    """
+    """Raise a TitanError unless data ranks draw different random numbers, and ranks that share data the same."""
     draw = torch.randint(2**62, (), generator=rng.generator(seed, "step", 0, data_rank)).item()
     pairs = comm.gather_objects((data_rank, draw), env)
     # one-to-one: as many data ranks and as many draws as there are pairs of them

@@ -17,9 +17,7 @@ SEED_BITS = 63  # torch.Generator takes a signed 64-bit seed
 def seed_for(seed: int, *names: str | int) -> int:
     """A seed in [0, 2**63): the same for the same arguments on every machine, unrelated for any others.
 
-    Args:
-        seed: the run's seed.
-        names: what the stream is for; ``"1"`` and ``1`` are different names, as are ``("a", "b")`` and ``("ab",)``.
+    ``"1"`` and ``1`` are different names, as are ``("a", "b")`` and ``("ab",)``.
     """
     parts = [f"{type(part).__name__}:{part}" for part in (int(seed), *names)]
     text = "".join(f"{len(part)}:{part}" for part in parts)  # with lengths, no two lists of names give one text
@@ -28,5 +26,4 @@ def seed_for(seed: int, *names: str | int) -> int:
 
 
 def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator on ``device`` seeded with ``seed_for(seed, *names)``."""
     return torch.Generator(device=device).manual_seed(seed_for(seed, *names))

@@ -20,7 +20,6 @@ def requested() -> str | None:
 
 
 def reset() -> None:
-    """Clear the flag."""
     global _stop_signal
     _stop_signal = None
 

@@ -68,34 +68,22 @@ def all_reduce_sum(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def all_reduce_gradient(x: Tensor, group: TensorGroup, *, dtype: torch.dtype | None = None) -> Tensor:
-    """``x``, equal on all ranks but used differently: its gradients are summands, and are summed.
-
-    Args:
-        dtype: of the sum, which is rounded to x's dtype afterwards; None: x's.
-    """
+    """``x``, equal on all ranks but used differently: its gradients are summands, and are summed, in ``dtype``."""
     return _AllReduceGradient.apply(x, group.name, dtype or x.dtype)
 
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: TensorGroup) -> Tensor:
-    """All-to-all of rows; gradients travel back.
+    """All-to-all of rows [sum(sent), ...], those for rank 0 first, to [sum(received), ...]; gradients travel back.
 
-    Args:
-        x: [sum(sent), ...], the rows for rank 0 first. sent, received: number of rows to and from each rank.
-
-    Returns:
-        [sum(received), ...], the rows from rank 0 first.
+    ``sent`` and ``received`` are numbers of rows to and from each rank.
     """
     return _ExchangeRows.apply(x, sent, received, group.name)
 
 
 def local_rows(ids: Tensor, *, rows: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Indices into this rank's ``rows`` rows of a table of ``rows * size``.
-
-    Returns:
-        Row numbers, 0 for rows of other ranks; and a mask, True for rows of this rank. An id that no rank owns gets
-        row ``rows`` on all of them, which does not exist. The lookup then fails (on CUDA by its device-side
-        assertion), instead of taking the sum of nothing for an embedding.
-    """
+    """Indices into this rank's ``rows`` rows of a table of ``rows * size``, 0 for others; a mask, True for its rows."""
+    # An id that no rank owns gets row ``rows`` on all of them, which does not exist. The lookup then fails (on CUDA by
+    # its device-side assertion), instead of taking the sum of nothing for an embedding.
     row_numbers = ids - rank * rows
     is_local = (row_numbers >= 0) & (row_numbers < rows)
     is_invalid = (ids < 0) | (ids >= rows * size)

@@ -45,52 +45,40 @@ class Factors(NamedTuple):
 
 
 def adamw_(
-    weight: Tensor | None,
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    clip: Tensor,
-    factors: Factors,
+    weight: Tensor | None, master: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, clip: Tensor, factors: Factors
 ) -> None:
     """One update in place. All tensors but ``clip`` are contiguous and of one size.
 
     Args:
         weight: the stored weight, overwritten by the rounded master; None if the master itself is stored.
-        master: float32, or the int16 remainder of a bfloat16 weight. grad: any float dtype.
-        exp_avg, exp_avg_sq: float32. clip: 0-dim float32 factor on the gradient, read on the device.
+        master: float32, or the int16 remainder of a bfloat16 weight. avg, avg_sq: both moments, float32.
+        grad: any float dtype. clip: its 0-dim float32 factor, read on the device.
     """
-    tensors = [t for t in (weight, master, grad, exp_avg, exp_avg_sq) if t is not None]
+    tensors = [t for t in (weight, master, grad, avg, avg_sq) if t is not None]
     assert all(t.is_contiguous() and t.numel() == master.numel() for t in tensors)
-    assert exp_avg.dtype == exp_avg_sq.dtype == clip.dtype == torch.float32
+    assert avg.dtype == avg_sq.dtype == clip.dtype == torch.float32
     split = is_split(master)
     assert weight is not None and weight.dtype == torch.bfloat16 if split else master.dtype == torch.float32
     if n := master.numel():
         stored = master if weight is None else weight  # a kernel takes no None; STORED says whether it is written
         options = {"STORED": weight is not None, "SPLIT": split, "QUIET_NAN": QUIET_NAN, "BLOCK": BLOCK}
-        pointers = stored, master, grad, exp_avg, exp_avg_sq, clip
+        pointers = stored, master, grad, avg, avg_sq, clip
         adamw_kernel[(ceil_div(n, BLOCK),)](*pointers, n, *factors, **options, num_warps=WARPS)
 
 
 def reference_(
-    weight: Tensor | None,
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    clip: Tensor,
-    factors: Factors,
+    weight: Tensor | None, master: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, clip: Tensor, factors: Factors
 ) -> None:
     """``adamw_`` in plain PyTorch."""
     grad = grad.float() * clip
-    exp_avg.mul_(factors.beta1).add_(grad, alpha=factors.one_minus_beta1)
-    exp_avg_sq.mul_(factors.beta2).addcmul_(grad, grad, value=factors.one_minus_beta2)
-    denominator = exp_avg_sq.sqrt() * factors.root_scale + factors.eps
+    avg.mul_(factors.beta1).add_(grad, alpha=factors.one_minus_beta1)
+    avg_sq.mul_(factors.beta2).addcmul_(grad, grad, value=factors.one_minus_beta2)
+    denominator = avg_sq.sqrt() * factors.root_scale + factors.eps
     remainder = master if is_split(master) else None
     if remainder is not None:
         assert weight is not None, "a remainder belongs to a stored weight"
         master = join(weight, remainder)
-    master.mul_(factors.decay).addcdiv_(exp_avg, denominator, value=-factors.step_size)
+    master.mul_(factors.decay).addcdiv_(avg, denominator, value=-factors.step_size)
     if weight is not None and remainder is not None:
         split_(master, weight, remainder)
     elif weight is not None:

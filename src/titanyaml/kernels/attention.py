@@ -32,11 +32,7 @@ def choose_attention_kernel(device: torch.device, dtype: torch.dtype, *, head_di
 def partial_attention(
     q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, causal: bool, kernel: AttentionKernel
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, N, S, H] in q's dtype and log-sum-exp [B, N, S], float32 or wider.
-
-    Args:
-        causal: query i sees keys 0..i (S = T); else all.
-    """
+    """Output [B, N, S, H] in q's dtype and log-sum-exp [B, N, S], float32 or wider. causal: query i sees keys 0..i."""
     if kernel != "plain":
         k, v = _repeat_heads(q_BNSH, k_BKTH, v_BKTH, kernel)
         return compat.attention_forward(q_BNSH, k, v, causal=causal, kernel=kernel)
@@ -48,41 +44,30 @@ def partial_attention(
 
 
 def partial_attention_backward(
-    grad_BNSH: Tensor,
-    q_BNSH: Tensor,
-    k_BKTH: Tensor,
-    v_BKTH: Tensor,
-    out_BNSH: Tensor,
-    lse_BNS: Tensor,
-    *,
-    causal: bool,
-    kernel: AttentionKernel,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, kernel: AttentionKernel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys contribute to the gradients of q, k and v, in their dtypes.
+    """What these keys contribute to the gradients of q [B, N, S, H], k and v [B, K, T, H].
 
-    Args:
-        grad_BNSH, out_BNSH, lse_BNS: gradient, output and log-sum-exp over all keys, for these queries.
+    ``grad``, ``out`` [B, N, S, H] and ``lse`` [B, N, S] are those over all keys.
     """
     if kernel != "plain":
-        k, v = _repeat_heads(q_BNSH, k_BKTH, v_BKTH, kernel)
-        grad_q, grad_k, grad_v = compat.attention_backward(
-            grad_BNSH, q_BNSH, k, v, out_BNSH, lse_BNS, causal=causal, kernel=kernel
-        )
-        return grad_q, _sum_repeated(grad_k, k_BKTH), _sum_repeated(grad_v, v_BKTH)
-    groups = (k_BKTH.shape[1], -1)
-    scores_BKGST = _scores(q_BNSH, k_BKTH, causal=causal)
+        repeated = _repeat_heads(q, k, v, kernel)
+        grad_q, grad_k, grad_v = compat.attention_backward(grad, q, *repeated, out, lse, causal=causal, kernel=kernel)
+        return grad_q, _sum_repeated(grad_k, k), _sum_repeated(grad_v, v)
+    groups = (k.shape[1], -1)
+    scores_BKGST = _scores(q, k, causal=causal)
     wide = scores_BKGST.dtype
-    probs_BKGST = (scores_BKGST - lse_BNS.unflatten(1, groups).unsqueeze(-1)).exp()
-    grad_BKGSH = grad_BNSH.unflatten(1, groups).to(wide)
+    probs_BKGST = (scores_BKGST - lse.unflatten(1, groups).unsqueeze(-1)).exp()
+    grad_BKGSH = grad.unflatten(1, groups).to(wide)
     # Softmax's backward subtracts from each row of dP its mean under P. That is grad . out over all keys, which is why
     # the full output is needed.
-    mean_BKGS1 = (grad_BKGSH * out_BNSH.unflatten(1, groups)).sum(-1, keepdim=True)
-    grad_probs_BKGST = grad_BKGSH @ v_BKTH.unsqueeze(2).to(wide).transpose(-1, -2)
-    grad_scores_BKGST = probs_BKGST * (grad_probs_BKGST - mean_BKGS1) / math.sqrt(q_BNSH.shape[-1])
-    grad_q = (grad_scores_BKGST @ k_BKTH.unsqueeze(2).to(wide)).flatten(1, 2)
-    grad_k = (grad_scores_BKGST.transpose(-1, -2) @ q_BNSH.unflatten(1, groups).to(wide)).sum(2)
+    mean_BKGS1 = (grad_BKGSH * out.unflatten(1, groups)).sum(-1, keepdim=True)
+    grad_probs_BKGST = grad_BKGSH @ v.unsqueeze(2).to(wide).transpose(-1, -2)
+    grad_scores_BKGST = probs_BKGST * (grad_probs_BKGST - mean_BKGS1) / math.sqrt(q.shape[-1])
+    grad_q = (grad_scores_BKGST @ k.unsqueeze(2).to(wide)).flatten(1, 2)
+    grad_k = (grad_scores_BKGST.transpose(-1, -2) @ q.unflatten(1, groups).to(wide)).sum(2)
     grad_v = (probs_BKGST.transpose(-1, -2) @ grad_BKGSH).sum(2)
-    return grad_q.to(q_BNSH.dtype), grad_k.to(k_BKTH.dtype), grad_v.to(v_BKTH.dtype)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
 def merge_(out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor, *, fused: bool) -> None:

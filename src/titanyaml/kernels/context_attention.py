@@ -5,15 +5,14 @@ Every rank holds queries, keys and values of a head and a tail run of positions
 equally much on each rank. With its own keys a rank is causal. Of a lower rank all its queries see the head run. Of a
 higher rank its tail queries see both runs.
 
-- ``gathered_attention``: keys and values of all ranks at once; at most three partial attentions, whatever the number
-  of ranks. The backward gathers them again, so that only a rank's own are kept.
-- ``ring_attention``: keys and values go around; while one rank's are used, the next are on their way. No rank ever
+- gathered: keys and values of all ranks at once; at most three partial attentions, whatever the number
+  of ranks. The backward gathers them again: keeping them would cost W times their memory in every block.
+- ring: keys and values go around; while one rank's are used, the next are on their way. No rank ever
   holds those of more than two (Liu et al. 2023). Their gradients follow them.
 
-Transfers run behind the attention to a rank's own keys, which needs none. The backward pass does that for half of the
-batch while keys arrive, and for the other half while their gradients leave. Each pass is one opaque operator: a
-compiler would start a transfer where it is waited for, and checkpoints would keep partial outputs. The price is that
-what Inductor would have fused around them is written by hand.
+Transfers run behind the attention to a rank's own keys, which needs none. Each pass is one opaque operator: a compiler
+would start a transfer where it is waited for, and checkpoints would keep partial outputs. The price is that what
+Inductor would have fused around them is written by hand.
 
 Shapes: B batch, N query heads, K key/value heads, S positions of a rank (C = S/2 a run), H head size, W ranks; a pair
 ``kv`` is [2, B, S, K, H], the memory order of projections.
@@ -34,22 +33,11 @@ from titanyaml.kernels.attention import AttentionKernel, merge_, partial_attenti
 _Pair = tuple[Tensor, Tensor]
 
 
-def gathered_attention(
-    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: AttentionKernel, fused: bool
+def attend_across_ranks(
+    q: Tensor, k: Tensor, v: Tensor, group: TensorGroup, *, is_ring: bool, kernel: AttentionKernel, fused: bool
 ) -> Tensor:
-    """Attention [B, N, S, H] of this rank's queries, by an all-gather of keys and values.
-
-    Args:
-        kernel: of each partial attention. fused: they are merged by the Triton kernel.
-    """
-    return context_attention(q_BNSH, k_BKSH, v_BKSH, False, group.name, group.rank, group.size, kernel, fused)[0]
-
-
-def ring_attention(
-    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, group: TensorGroup, *, kernel: AttentionKernel, fused: bool
-) -> Tensor:
-    """As ``gathered_attention``, by passing keys and values around."""
-    return context_attention(q_BNSH, k_BKSH, v_BKSH, True, group.name, group.rank, group.size, kernel, fused)[0]
+    """Attention of this rank's queries [B, N, S, H] over all keys and values [B, K, S, H]. fused: merged by Triton."""
+    return context_attention(q, k, v, is_ring, group.name, group.rank, group.size, kernel, fused)[0]
 
 
 def _forward(
@@ -93,7 +81,7 @@ def _backward(
     state = _Backward(grad, q, k, v, out, lse, cast(AttentionKernel, kernel))
     half, kv = q.shape[0] // 2, _stack(k, v)
     incoming = _pass_on(kv, name, rank, size) if is_ring else compat.start_all_gather(kv, size, name)
-    state.attend_own(slice(0, half))
+    state.attend_own(slice(0, half))  # half of the batch while keys arrive, the other while their gradients leave
     send_gradients = _send_around if is_ring else _send_to_owners
     outgoing = send_gradients(state, incoming, name, rank, size)
     state.attend_own(slice(half, None))
@@ -145,15 +133,12 @@ context_attention.register_autograd(_differentiate, setup_context=_save_for_back
 
 
 class _Forward:
-    """Output and log-sum-exp of a rank's queries, merged from partial attentions.
-
-    Args:
-        wide: merge in the log-sum-exp's dtype. Else in q's: with two ranks a row is merged once, and rounded then.
-    """
+    """Output and log-sum-exp of a rank's queries, merged from partial attentions."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, *, fused: bool, wide: bool) -> None:
         self.q, self.kernel, self.fused, self.run = q, kernel, fused, q.shape[2] // 2
         out, self.lse = partial_attention(q, k, v, causal=True, kernel=kernel)
+        # With two ranks a row is merged once, and rounded then: float32 in between would gain nothing.
         self.out = out.to(self.lse.dtype) if wide else out
 
     def attend_lower(self, kv: Tensor) -> None:
@@ -162,7 +147,6 @@ class _Forward:
         merge_(self.out, self.lse, *part, fused=self.fused)
 
     def attend_higher(self, kv: Tensor) -> None:
-        """The tail queries see these keys."""
         part = partial_attention(self.q[:, :, self.run :], *_unstack(kv), causal=False, kernel=self.kernel)
         merge_(self.out[:, :, self.run :], self.lse[:, :, self.run :], *part, fused=self.fused)
 
@@ -192,7 +176,6 @@ class _Backward:
         return self._attend_others(self.saved, kv, self.grads_q_of_lower)
 
     def attend_higher(self, kv: Tensor) -> _Pair:
-        """Gradients of these keys and values, which the tail queries see."""
         tails = tuple(tensor[:, :, self.run :].contiguous() for tensor in self.saved)
         return self._attend_others(tails, kv, self.grads_q_of_higher)
 
@@ -226,11 +209,9 @@ class _Backward:
 
 
 def _send_to_owners(state: _Backward, incoming: Tensor, name: str, rank: int, size: int) -> Tensor:
-    """Attend to the gathered keys of other ranks, and start the all-to-all of their gradients.
-
-    Not a reduce-scatter: it would send zeros for tail runs that nobody looked at, wait for the rank's own gradients,
-    and round each partial sum to bfloat16. The owner adds what arrives.
-    """
+    """Attend to the gathered keys of other ranks, and start the all-to-all of their gradients."""
+    # A reduce-scatter would send zeros for tail runs that nobody looked at, wait for the rank's own gradients, and
+    # round each partial sum to bfloat16. Here the owner adds what arrives.
     q, run = state.saved[1], state.run
     heads, width = state.kv[0].shape[1], state.kv[0].shape[3]
     sent, received = _rows(q, rank, size)

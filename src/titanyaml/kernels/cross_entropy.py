@@ -44,8 +44,7 @@ def cross_entropy_(logits_CV: Tensor, labels_C: Tensor, *, ignore_index: int, gr
 def shard_log_sum_exps(logits_CV: Tensor, labels_C: Tensor, *, first: int) -> Tensor:
     """[2, C] in float32: log-sum-exp of a token's logits here, and its label's logit, 0 if another rank has it.
 
-    Args:
-        logits_CV: of the ids from ``first`` on; as for ``cross_entropy_``. labels_C: int64, of the full vocabulary.
+    ``logits_CV`` are those of the ids from ``first`` on, labels of the full vocabulary; else as ``cross_entropy_``.
     """
     tokens, columns = logits_CV.shape
     constants = _constants(logits_CV, labels_C)
@@ -59,12 +58,11 @@ def shard_log_sum_exps(logits_CV: Tensor, labels_C: Tensor, *, first: int) -> Te
 def sharded_cross_entropy_(
     logits_CV: Tensor, labels_C: Tensor, parts_R2C: Tensor, *, first: int, vocab: int, ignore_index: int, gradient: bool
 ) -> Tensor:
-    """``cross_entropy_`` of a rank's columns: the losses over the full vocabulary, the gradient of these logits.
+    """``cross_entropy_`` of the columns from id ``first`` on: losses over all ``vocab`` ids, gradient of these logits.
 
-    Args:
-        parts_R2C: each rank's ``shard_log_sum_exps``, contiguous. first: id of the first column. vocab: ids of all
-            ranks. From equal parts every rank computes the same losses, to the bit, so they need no all-reduce.
+    ``parts_R2C``: each rank's ``shard_log_sum_exps``, contiguous.
     """
+    # from equal parts every rank computes the same losses, to the bit: they need no all-reduce
     (tokens, columns), ranks = logits_CV.shape, len(parts_R2C)
     assert parts_R2C.is_contiguous() and parts_R2C.shape[1:] == (2, tokens)
     constants = _constants(logits_CV, labels_C) | {"GRADIENT": gradient, "RANKS": next_power_of_2(ranks)}
@@ -98,7 +96,6 @@ def cross_entropy_kernel(
     logits_ptr, labels_ptr, losses_ptr, vocab, stride, ignore_index,
     GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for a token."""
     token = tl.program_id(0).to(tl.int64)  # 16,744 tokens of 128,256 logits are more than 2^31
     row_ptr = logits_ptr + token * stride
     label = tl.load(labels_ptr + token)
@@ -116,7 +113,6 @@ def cross_entropy_kernel(
 def shard_log_sum_exps_kernel(
     logits_ptr, labels_ptr, parts_ptr, tokens, first, columns, stride, LOWEST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program for a token."""
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * stride
     column = tl.load(labels_ptr + token) - first

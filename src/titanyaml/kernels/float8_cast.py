@@ -103,17 +103,15 @@ def _plain_cast(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """A contiguous tensor as [M, K].
-
-    By ``as_strided``, which makes a compiler write x to memory once. With any other view of a value that is not
-    computed yet, every kernel that reads it would get a copy of its own (Inductor, torch 2.11).
-    """
+    """A contiguous tensor as [M, K]."""
+    # as_strided makes a compiler write x to memory once. With any other view of a value that is not computed yet, every
+    # kernel that reads it would get a copy of its own (Inductor, torch 2.11).
     columns = x.shape[-1]
     return x.as_strided((x.numel() // columns, columns), (columns, 1))
 
 
 def _grid(rows: int, columns: int) -> tuple[int, int]:
-    """Programs by columns and rows. Neighbours in a row follow each other: they share cache lines."""
+    # programs by columns first: neighbours in a row follow each other, and share cache lines
     return ceil_div(columns, TILE_K), ceil_div(rows, TILE_M)
 
 
@@ -121,8 +119,8 @@ def _amax(x: Tensor) -> Tensor:
     rows, columns = x.shape
     # Start values from the numbers themselves, not zeros: a compiler makes equal zeros once and copies them each time.
     amax = torch.cat((x[:, 0], x[0])).abs().float()
-    tile = {"TILE_M": TILE_M, "TILE_K": TILE_K, "num_warps": WARPS}
-    wrap_triton(float8_amax_kernel)[_grid(rows, columns)](x, amax, rows, columns, **tile)
+    tiling = {"TILE_M": TILE_M, "TILE_K": TILE_K, "num_warps": WARPS}
+    wrap_triton(float8_amax_kernel)[_grid(rows, columns)](x, amax, rows, columns, **tiling)
     return amax
 
 
@@ -151,21 +149,11 @@ def _cast(
     rows, columns = x.shape
     unused = (x, x)  # a kernel takes no None
     outputs = *(tensors[:2] if row_major else unused), *(tensors[-2:] if transposed else unused)
+    parts = 0 if amax.ndim == 1 else amax.numel()
+    scaling = {"PARTS": parts, "TOP": torch.finfo(dtype).max, "SMALLEST": SMALLEST, "POWER_OF_2": power_of_2}
+    tiling = {"TILE_M": TILE_M, "TILE_K": TILE_K, "num_warps": WARPS}
     wrap_triton(float8_cast_kernel)[_grid(rows, columns)](
-        x,
-        amax,
-        *outputs,
-        rows,
-        columns,
-        PARTS=0 if amax.ndim == 1 else amax.numel(),
-        TOP=torch.finfo(dtype).max,
-        SMALLEST=SMALLEST,
-        POWER_OF_2=power_of_2,
-        ROW_MAJOR=row_major,
-        TRANSPOSED=transposed,
-        TILE_M=TILE_M,
-        TILE_K=TILE_K,
-        num_warps=WARPS,
+        x, amax, *outputs, rows, columns, ROW_MAJOR=row_major, TRANSPOSED=transposed, **scaling, **tiling
     )
     return tensors
 

@@ -37,13 +37,10 @@ _library.define("gathered_parts(Tensor weight) -> (Tensor, Tensor)")
 
 
 class Float8Gather:
-    """The weights of some layers, cast together: one all-reduce agrees on the amax of all.
+    """The weights of some layers, cast together: one all-reduce agrees on the amax of all."""
 
-    Args:
-        dtype: compute dtype of the layers. Weights are rounded to it before the cast, so that the float8 numbers are,
-            to the bit, those of a weight that was gathered in this dtype. fused: the Triton kernels cast.
-    """
-
+    # Weights are rounded to the layers' compute dtype before the cast. The float8 numbers are then, to the bit, those
+    # of weights that were gathered in this dtype: compared within a tolerance, a wrong scale could hide.
     def __init__(self, *, dtype: torch.dtype, fused: bool) -> None:
         self.dtype, self.fused = dtype, fused
         self.layers: list[nn.Linear] = []

@@ -28,6 +28,7 @@ from titanyaml.kernels.float8_transpose import transpose_float8
 #: ``rowwise_with_gw_hp``: rowwise, with the weight gradient in the dtype of the input.
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 E4M3 = torch.float8_e4m3fn
+_Copy = Tensor | None  # of Float8Copies
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,9 @@ class Float8Options:
         return self.recipe != "rowwise_with_gw_hp"
 
     def compute_amax(self, x: Tensor, *, by_producer: bool = False) -> Tensor:
-        """As ``float8_cast.compute_amax``."""
         return compute_amax(x, rowwise=self.rowwise, fused=self.fused, by_producer=by_producer)
 
     def cast(self, x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3, **copies: bool) -> Float8Copies:
-        """As ``float8_cast.float8_cast``."""
         return float8_cast(x, amax, dtype=dtype, power_of_2=self.rowwise, fused=self.fused, **copies)
 
     @torch.no_grad()
@@ -77,28 +76,25 @@ class Float8Options:
 
 
 class AmaxSources(NamedTuple):
-    """Whether the amax of an input, and of the output's gradient, is begun by the kernel that produces them.
+    """Whether the amax of an input, and of the output's gradient, is begun by the kernel that produces them."""
 
-    That is almost free in a kernel over whole rows: a norm's, SwiGLU's, or one of their backward. All else, weights as
-    well, is read once more (``float8_partial_amax_kernel``): a compiler's own pass is slower, and its RoPE becomes
-    slower as a reduction over rows. A wrong guess costs time, not numbers: both give the same bits.
-
-    Microseconds on H200, Llama 3 3B, 16,384 tokens, our pass taken at the speed of a copy. Producer + our pass, against
-    both in one: SwiGLU 182 + 67 against 212, backward 310 + 67 against 365; norm 73 + 25 against 93, backward 178 + 25
-    against 196; backward of RoPE 74 + 25 against 126. Our pass against a compiler's: attention's output 25 against 63,
-    dv 8 against 30, the weights of a block 50 against 170.
-    """
+    # That is almost free in a kernel over whole rows: a norm's, SwiGLU's, or one of their backward. All else, weights
+    # as well, is read once more (float8_partial_amax_kernel): a compiler's own pass is slower, and its RoPE becomes
+    # slower as a reduction over rows. A wrong guess costs time, not numbers: both give the same bits.
+    #
+    # Microseconds on H200, Llama 3 3B, 16,384 tokens, our pass taken at the speed of a copy. Producer + our pass,
+    # against both in one: SwiGLU 182 + 67 against 212, backward 310 + 67 against 365; norm 73 + 25 against 93, backward
+    # 178 + 25 against 196; backward of RoPE 74 + 25 against 126. Our pass against a compiler's: attention's output 25
+    # against 63, dv 8 against 30, the weights of a block 50 against 170.
 
     input: bool
     gradient: bool
 
     @classmethod
     def of(cls, *, outputs: int, inputs: int, is_shared: bool) -> AmaxSources:
-        """Guessed by the layer's sides, and by whether other layers share its input, as for q, k, v and gate, up.
-
-        The wide side of a feed-forward layer is SwiGLU's. The output of o goes to a norm; that of down to the next
-        block, whose gradient comes from another graph.
-        """
+        """Guessed by the layer's sides, and by whether other layers share its input, as for q, k, v and gate, up."""
+        # The wide side of a feed-forward layer is SwiGLU's. The output of o goes to a norm; that of down to the next
+        # block, whose gradient comes from another graph.
         if is_shared:
             return cls(input=True, gradient=outputs > inputs)
         return cls(input=inputs > outputs, gradient=inputs <= outputs)
@@ -119,9 +115,9 @@ def cast_operand(x: Tensor, options: Float8Options) -> Float8Operand:
 def gather_operand(x_BSK: Tensor, options: Float8Options, group: TensorGroup) -> Float8Operand:
     """The float8 copies of a sequence of which each rank holds a shard [B, S/size, K]: cast, then gathered; tensorwise.
 
-    The scale is that of the full sequence, so the copies are, to the bit, those of the gathered sequence. 1 byte a
-    number travels instead of 2. The gradients of the full sequence are summands.
+    1 byte a number travels instead of 2. The gradients of the full sequence are summands.
     """
+    # all ranks scale by the amax of the full sequence: the copies are, to the bit, those of the gathered sequence
     assert not options.rowwise, "a scale per row and another per column: the gathered bytes would serve one of them"
     full_BSK, data_MK, data_KM, inverse = _GatherCopies.apply(x_BSK, options, group.name, group.size)
     # a clone, since Dynamo takes no tensor twice
@@ -177,8 +173,8 @@ class _Float8Linear(torch.autograd.Function):
         w_NK: Tensor,
         data_MK: Tensor,
         inverse_M1: Tensor,
-        data_KM: Tensor | None,
-        inverse_K1: Tensor | None,
+        data_KM: _Copy,
+        inverse_K1: _Copy,
         options: Float8Options,
         gradient_amax_by_producer: bool,
     ) -> Tensor:
@@ -186,7 +182,7 @@ class _Float8Linear(torch.autograd.Function):
         ctx.is_gathered = isinstance(w_NK, GatheredWeight)
         if ctx.is_gathered:
             assert not options.rowwise, "the gathered bytes have one scale"
-            saved_weight: tuple[Tensor | None, Tensor | None] = gathered_parts(w_NK)
+            saved_weight: tuple[_Copy, _Copy] = gathered_parts(w_NK)
             w = Float8Copies(*saved_weight, None, None)
         else:
             w_NK = w_NK.contiguous()
@@ -221,13 +217,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _multiply(
-    a_MK: Tensor | None,
-    inverse_a: Tensor | None,
-    b_NK: Tensor | None,
-    inverse_b: Tensor | None,
-    *,
-    fast_accum: bool,
-    dtype: torch.dtype,
+    a_MK: _Copy, inverse_a: _Copy, b_NK: _Copy, inverse_b: _Copy, *, fast_accum: bool, dtype: torch.dtype
 ) -> Tensor:
     """a b^T in ``dtype``, both operands float8 and contiguous along the summed dimension."""
     assert a_MK is not None and inverse_a is not None and b_NK is not None and inverse_b is not None

@@ -43,11 +43,9 @@ class Float8Shards:
         return min(PROGRAMS, ceil_div(max(source.numel() for source in self.sources), TILE))
 
     def amax(self) -> Tensor:
-        """The largest |x| of each source, as the int32 bits of float32.
-
-        Bits of numbers >= 0 are in the order of the numbers and those of NaN above all: a maximum over ranks, which may
-        lose a NaN among floats, loses nothing.
-        """
+        """The largest |x| of each source, as the int32 bits of float32."""
+        # Bits of numbers >= 0 are in the order of the numbers and those of NaN above all: a maximum over ranks, which
+        # may lose a NaN among floats, loses nothing.
         if not self.fused:
             return torch.stack([source.abs().amax().float() for source in self.sources]).view(torch.int32)
         count, programs = len(self.sources), self._programs
@@ -96,7 +94,6 @@ def shards_cast_kernel(
     table_ptr, like_ptr, data_like_ptr, amax_ptr, count, TILE: tl.constexpr, SMALLEST: tl.constexpr, TOP: tl.constexpr,
     BFLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """Cast a program's tiles of a shard."""
     shard = tl.program_id(1)
     x_ptr = tl.multiple_of(tl.load(table_ptr + shard).to(like_ptr.dtype), 16)
     data_ptr = tl.multiple_of(tl.load(table_ptr + count + shard).to(data_like_ptr.dtype), 16)

@@ -15,14 +15,12 @@ TILE, WARPS = 128, 8
 
 
 def transpose_float8(x_MK: Tensor, *, after: Tensor, fused: bool) -> Tensor:
-    """The transpose [K, M], contiguous.
+    """The transpose [K, M], contiguous, of a contiguous float8 matrix. ``after``: not read, but awaited.
 
-    Args:
-        x_MK: any float8 dtype, contiguous. fused: the Triton kernel, else plain PyTorch.
-        after: any tensor that only the backward pass has; it is not read. A compiler that cuts a graph into forward and
-            backward sees two tensors of one size. It might transpose early and keep the result, under FSDP of whole
-            weights; this argument ties the launch to the backward pass.
+    ``fused``: the Triton kernel, else plain PyTorch.
     """
+    # A compiler that cuts a graph into forward and backward sees two tensors of one size. It might transpose early and
+    # keep the result, under FSDP of full weights. An argument that only the backward pass has ties the launch to it.
     return _operator(x_MK, after) if fused else x_MK.view(torch.uint8).t().contiguous().view(x_MK.dtype)
 
 
