@@ -45,46 +45,50 @@ def main() -> None:
         compat_async_tp.register_cpu_kernels()
     group = TensorGroup.of(init_device_mesh(env.device.type, (env.world_size,)))
     clock = _host if env.device.type == "cpu" else async_tp_times.event_clock
-    found = {name: _block(sizes, group, env, clock) for name, sizes in (DEBUG if options.debug else BLOCKS).items()}
+    blocks = {name: _block(sizes, group, env, clock) for name, sizes in (DEBUG if options.debug else BLOCKS).items()}
     if env.is_main:
-        options.out.write_text(json.dumps({"ranks": env.world_size, "blocks": found}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"ranks": env.world_size, "blocks": blocks}, indent=1) + "\n")
     stop(env)
 
 
 def _block(sizes: tuple[int, ...], group: TensorGroup, env: Env, clock: async_tp_times.Clock) -> list[dict[str, Any]]:
     batch, length, dim, query, key, ffn = sizes
     columns = [(query // group.size, key // group.size, key // group.size), (ffn // group.size,) * 2]
-    places = [
-        place
+    collectives = [
+        collective
         for float8 in (False, True)
-        for place in block_places(batch * length, dim, columns, [query // group.size, ffn // group.size], float8=float8)
+        for collective in block_places(
+            batch * length, dim, columns, [query // group.size, ffn // group.size], float8=float8
+        )
     ]
     times = async_tp_times.measure(
-        places, group, batch=batch, dtype=torch.bfloat16, device=env.device, cache=None, clock=clock
+        collectives, group, batch=batch, dtype=torch.bfloat16, device=env.device, cache=None, clock=clock
     )
     rows = [
-        {"place": str(place), "apart_ms": one.apart, "fused_ms": one.fused, "fuse": one.wins}
-        for place, one in times.items()
+        {"place": str(collective), "apart_ms": pair.apart, "fused_ms": pair.fused, "fuse": pair.wins}
+        for collective, pair in times.items()
     ]
     if env.device.type == "cuda":
-        for place, row in zip(times, rows, strict=True):
-            if place.kind == "all_gather":
-                mine = torch.tensor([clock(call) for call in _float8(place, group, batch, env)], dtype=torch.float64)
-                dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-                row |= dict(zip(("float8_cast_behind_ms", "float8_gathered_ms"), mine.tolist(), strict=True))
+        for collective, row in zip(times, rows, strict=True):
+            if collective.kind == "all_gather":
+                slowest = torch.tensor(
+                    [clock(call) for call in _float8(collective, group, batch, env)], dtype=torch.float64
+                )
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                row |= dict(zip(("float8_cast_behind_ms", "float8_gathered_ms"), slowest.tolist(), strict=True))
     return rows
 
 
 def _float8(
-    place: CollectivePlace, group: TensorGroup, batch: int, env: Env
+    collective: CollectivePlace, group: TensorGroup, batch: int, env: Env
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A gather in bfloat16 and a cast of the whole; a cast of the slice and a gather of its bytes; then products."""
-    narrow, one = torch.float8_e4m3fn, torch.ones((), device=env.device)
-    x_BSK = torch.randn(batch, place.tokens // batch // group.size, place.inner, device=env.device).bfloat16()
-    weights = [torch.randn(n, place.inner, device=env.device).to(narrow).t() for n in place.widths]
+    narrow, scale = torch.float8_e4m3fn, torch.ones((), device=env.device)
+    x_BSK = torch.randn(batch, collective.tokens // batch // group.size, collective.inner, device=env.device).bfloat16()
+    weights = [torch.randn(n, collective.inner, device=env.device).to(narrow).t() for n in collective.widths]
 
     def products(whole_BSK: torch.Tensor) -> list[torch.Tensor]:
-        return [compat.scaled_mm(whole_BSK.flatten(0, 1), weight, one, one) for weight in weights]
+        return [compat.scaled_mm(whole_BSK.flatten(0, 1), weight, scale, scale) for weight in weights]
 
     return (
         lambda: products(gather_sequence(x_BSK, group).to(narrow)),

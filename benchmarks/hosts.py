@@ -53,25 +53,25 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--ranks is {options.ranks}; allowed: even numbers from 2 on")
     if options.torchtitan is not None and not (options.torchtitan / "torchtitan").is_dir():
         parser.error(f"--torchtitan is {options.torchtitan}, which holds no checkout of torchtitan")
-    known = {name: work.expected_s for name, work in hosts_rows.rows(options.ranks).items()} | CHECKS
-    matched = {pattern: [name for name in known if fnmatch(name, pattern)] for pattern in options.rows.split(",")}
+    expected_s = {name: work.expected_s for name, work in hosts_rows.rows(options.ranks).items()} | CHECKS
+    matched = {pattern: [name for name in expected_s if fnmatch(name, pattern)] for pattern in options.rows.split(",")}
     if absent := [pattern for pattern, names in matched.items() if not names]:
         parser.error(f"no row is called {', '.join(absent)}; --list names them")
     chosen = list(dict.fromkeys(name for names in matched.values() for name in names))
     if options.list:
-        print("\n".join(f"{name:28} {known[name]:4} s" for name in chosen))
+        print("\n".join(f"{name:28} {expected_s[name]:4} s" for name in chosen))
         return 0
     if options.out is None:
         parser.error("--out is missing")
     results = _earlier(options)
-    left = lambda: options.budget_s - (time.monotonic() - started)  # noqa: E731
+    remaining_s = lambda: options.budget_s - (time.monotonic() - started)  # noqa: E731
     for name in chosen:
-        if not options.debug and known[name] > left():
-            print(f"{name}: left out, {known[name]} s expected and {left():.0f} s left", file=sys.stderr)
+        if not options.debug and expected_s[name] > remaining_s():
+            print(f"{name}: left out, {expected_s[name]} s expected and {remaining_s():.0f} s left", file=sys.stderr)
             continue
-        limit_s = min(3 * known[name], max(left(), 1.0))
+        limit_s = min(3 * expected_s[name], max(remaining_s(), 1.0))
         began = time.monotonic()
-        results["rows"][name] = _one(name, options, limit_s, left) | {"wall_s": time.monotonic() - began}
+        results["rows"][name] = _one(name, options, limit_s, remaining_s) | {"wall_s": time.monotonic() - began}
         write(results, options)
         print(f"{name}: {_short(results['rows'][name])}", file=sys.stderr, flush=True)
     return int(any(not _good(results["rows"][name]) for name in chosen if name in results["rows"]))
@@ -103,9 +103,9 @@ def topology() -> dict[str, Any]:
     return {"matrix": matrix, "nccl": nccl}
 
 
-def _one(name: str, options: argparse.Namespace, limit_s: float, left: Callable[[], float]) -> dict[str, Any]:
+def _one(name: str, options: argparse.Namespace, limit_s: float, remaining_s: Callable[[], float]) -> dict[str, Any]:
     if name not in CHECKS:
-        return _speed(hosts_rows.rows(options.ranks)[name], options, limit_s, left)
+        return _speed(hosts_rows.rows(options.ranks)[name], options, limit_s, remaining_s)
     if options.one_rank:
         return {"left_out": "takes several ranks"}
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ def _check(name: str, options: argparse.Namespace, folder: Path, limit_s: float)
 
 def _operators(options: argparse.Namespace, folder: Path, limit_s: float) -> dict[str, Any]:
     """``async_tp_ops.py`` on 2 ranks, and on all."""
-    found: dict[str, Any] = {"ok": True}
+    reports: dict[str, Any] = {"ok": True}
     for ranks in sorted({2, options.ranks}):
         out = folder / f"{ranks}.json"
         with free_port() as port:
@@ -143,22 +143,22 @@ def _operators(options: argparse.Namespace, folder: Path, limit_s: float) -> dic
                 str(out),
                 *["--debug"] * options.debug,
             ]
-            done = compare.run(command, cwd=compare.HERE.parent, extra={}, limit_s=limit_s)
-        found |= (
+            process = compare.run(command, cwd=compare.HERE.parent, extra={}, limit_s=limit_s)
+        reports |= (
             {f"tp{ranks}": json.loads(out.read_text())}
-            if not done.returncode and out.exists()
-            else {f"tp{ranks}": compare.failed(command, done), "ok": False}
+            if not process.returncode and out.exists()
+            else {f"tp{ranks}": compare.failed(command, process), "ok": False}
         )
-    return found
+    return reports
 
 
-def _speed(work: Work, options: argparse.Namespace, limit_s: float, left: Callable[[], float]) -> dict[str, Any]:
+def _speed(work: Work, options: argparse.Namespace, limit_s: float, remaining_s: Callable[[], float]) -> dict[str, Any]:
     """Both sides of a row, as compare.py has them."""
     if options.debug and work.compiled:
         return {"left_out": "works in compiled graphs of a GPU"}
     if options.one_rank and work.compiled:
         return {"left_out": "reads the memory of its peers"}
-    if options.one_rank and any(one.startswith("parallel.pp_") for one in work.ours):
+    if options.one_rank and any(override.startswith("parallel.pp_") for override in work.ours):
         return {"left_out": "its ranks wait for each other"}
     program = (str(compare.HERE / "one_rank.py"), str(work.ranks)) if options.one_rank else ("-m", "titanyaml")
     skipped, measured = _steps(options) if options.debug else work.steps
@@ -174,28 +174,29 @@ def _speed(work: Work, options: argparse.Namespace, limit_s: float, left: Callab
         # ids of which rank 0 has the embeddings: of others it would get zeros, whose norm's gradient has no bound
         more += ["data=stdlib", "data.max_files=100"]
     row = compare.Row(work.ours, work.peer)
-    found: dict[str, Any] = {
+    sides: dict[str, Any] = {
         "ours": compare.run_ours(row, more, common=common, limit_s=limit_s, program=program, variables=work.variables)
     }
-    if options.torchtitan is not None and not options.one_rank and work.peer is not None and left() > work.expected_s:
-        found["torchtitan"] = compare.run_peer(
+    has_peer = options.torchtitan is not None and not options.one_rank and work.peer is not None
+    if has_peer and remaining_s() > work.expected_s:
+        sides["torchtitan"] = compare.run_peer(
             row,
             options.torchtitan.resolve(),
             ranks=work.ranks,
             skipped=skipped,
             measured=measured,
-            limit_s=min(limit_s, left()),
+            limit_s=min(limit_s, remaining_s()),
         )
-    rates = [side.get("tps") for side in found.values()]
-    found["ratio"] = rates[0] / rates[1] if len(rates) == 2 and all(rates) else None
-    return found
+    rates = [side.get("tps") for side in sides.values()]
+    sides["ratio"] = rates[0] / rates[1] if len(rates) == 2 and all(rates) else None
+    return sides
 
 
 def _small(work: Work) -> list[str]:
     """The dry run's changes of a row; its batch where a pipeline needs several."""
     emulated = ["quant.emulate=true", "quant.product=torchao", "quant.fast_accum=null"]
-    float8 = emulated if any(one.startswith("quant=") for one in work.ours) else []
-    batch = ["train.global_batch=8"] if any("pp2" in one for one in work.ours) else []
+    float8 = emulated if any(override.startswith("quant=") for override in work.ours) else []
+    batch = ["train.global_batch=8"] if any("pp2" in override for override in work.ours) else []
     return [*hosts_rows.DEBUG, *float8, *batch]
 
 
@@ -230,7 +231,7 @@ def write(results: dict[str, Any], options: argparse.Namespace) -> None:
                 name,
                 compare.rate(ours),
                 compare.rate(peer),
-                *(compare.show(*one) for one in figures),
+                *(compare.show(*figure) for figure in figures),
                 (ours.get("plugins", {}).get("async_tp") or ["", ""])[1] or "",
             ]
         )

@@ -49,22 +49,24 @@ _COMMON = [
 
 def meshes(ranks: int) -> dict[str, list[str]]:
     """Overrides of each mesh that fits on so many ranks."""
-    found = {
+    overrides = {
         "fsdp2": [],
         "ddp2": [],
         "tp2": [],
         "fsdp2-reshard": ["parallel.fsdp_reshard_after_forward=always"],
         "tp2-whole": ["parallel.tp_sequence_parallel=false"],
     }
-    found |= {f"cp2-{method}": [f"parallel.cp_method={method}"] for method in ("allgather", "ring", "ulysses")}
-    found |= {f"pp2-{schedule}": [f"parallel.pp_schedule={schedule}"] for schedule in ("1F1B", "Interleaved1F1B")}
-    found["pp2-ZBVZeroBubble"] = ["parallel.pp_schedule=ZBVZeroBubble", "compile=none"]
+    overrides |= {f"cp2-{method}": [f"parallel.cp_method={method}"] for method in ("allgather", "ring", "ulysses")}
+    overrides |= {f"pp2-{schedule}": [f"parallel.pp_schedule={schedule}"] for schedule in ("1F1B", "Interleaved1F1B")}
+    overrides["pp2-ZBVZeroBubble"] = ["parallel.pp_schedule=ZBVZeroBubble", "compile=none"]
     if ranks >= 4:
-        found |= {name: [] for name in ("fsdp4", "tp4", "hsdp2x2", "fsdp2_tp2", "fsdp2_cp2", "cp2_tp2", "cp4")}
-        found["fsdp2_pp2"] = ["parallel.pp_schedule=1F1B"]
+        overrides |= {name: [] for name in ("fsdp4", "tp4", "hsdp2x2", "fsdp2_tp2", "fsdp2_cp2", "cp2_tp2", "cp4")}
+        overrides["fsdp2_pp2"] = ["parallel.pp_schedule=1F1B"]
     if ranks >= 8:
-        found |= {name: [] for name in ("fsdp8", "fsdp2_cp2_tp2", "fsdp4_tp2")}
-    return {name: [f"parallel={name.partition('-')[0]}", "train.local_batch=1", *more] for name, more in found.items()}
+        overrides |= {name: [] for name in ("fsdp8", "fsdp2_cp2_tp2", "fsdp4_tp2")}
+    return {
+        name: [f"parallel={name.partition('-')[0]}", "train.local_batch=1", *more] for name, more in overrides.items()
+    }
 
 
 def parity(
@@ -93,10 +95,10 @@ def parity(
             name: pool.submit(_train, [*options, *mesh, *more], folder / f"{dtype}-{name}", limit_s)
             for name, mesh in cases.items()
         }
-        found = {name: job.result() for name, job in jobs.items()}
+        runs = {name: job.result() for name, job in jobs.items()}
     loss_bound, norm_bound = BOUNDS[dtype]
-    alone, rows = found.pop("single"), {}
-    for name, run in found.items():
+    alone, rows = runs.pop("single"), {}
+    for name, run in runs.items():
         rows[name] = (
             run
             if "error" in run or "error" in alone
@@ -116,19 +118,19 @@ def parity(
     }
 
 
-def _worst(found: list[float], wanted: list[float], distance: Callable[[float, float], float]) -> float:
+def _worst(values: list[float], expected: list[float], distance: Callable[[float, float], float]) -> float:
     """The largest distance; infinite where a value is missing or none."""
-    if not wanted or len(found) != len(wanted):
+    if not expected or len(values) != len(expected):
         return math.inf
-    apart = [distance(a, b) for a, b in zip(found, wanted, strict=True)]
-    return math.inf if any(map(math.isnan, apart)) else max(apart)
+    distances = [distance(a, b) for a, b in zip(values, expected, strict=True)]
+    return math.inf if any(map(math.isnan, distances)) else max(distances)
 
 
 def _train(options: list[str], folder: Path, limit_s: float) -> dict[str, Any]:
     command = _command(options, folder)
-    done = compare.run(command, cwd=HERE.parent, extra={}, limit_s=limit_s)
-    if done.returncode:
-        return compare.failed(command, done)
+    process = compare.run(command, cwd=HERE.parent, extra={}, limit_s=limit_s)
+    if process.returncode:
+        return compare.failed(command, process)
     return _metrics(folder)
 
 
@@ -167,16 +169,16 @@ def kill(folder: Path, *, limit_s: float, more: list[str] = ()) -> dict[str, Any
     log = folder / "killed.txt"
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=HERE.parent, stdout=output, stderr=output)
-    found: dict[str, Any] = {"deadline_s": KILL_DEADLINE_S}
+    report: dict[str, Any] = {"deadline_s": KILL_DEADLINE_S}
     try:
-        found["reached"] = _wait(lambda: len(_metrics(killed)["loss"]) >= KILL_AFTER, process, limit_s)
+        report["reached"] = _wait(lambda: len(_metrics(killed)["loss"]) >= KILL_AFTER, process, limit_s)
         os.kill(_rank(process.pid, 1), signal.SIGKILL)
         since = time.monotonic()
         process.wait(timeout=KILL_DEADLINE_S)
     except (subprocess.TimeoutExpired, ProcessLookupError) as error:
         process.kill()
-        return found | {"ok": False, "error": repr(error)}
-    found |= {
+        return report | {"ok": False, "error": repr(error)}
+    report |= {
         "ended_after_s": time.monotonic() - since,
         "exit_code": process.returncode,
         "steps_before": len(_metrics(killed)["loss"]),
@@ -184,12 +186,12 @@ def kill(folder: Path, *, limit_s: float, more: list[str] = ()) -> dict[str, Any
     }
     resumed = _train(options, killed, limit_s)
     if "error" in straight or "error" in resumed:
-        return found | {"ok": False, "straight": straight, "resumed": resumed}
+        return report | {"ok": False, "straight": straight, "resumed": resumed}
     worst = _worst(resumed["loss"], straight["loss"], lambda a, b: abs(a - b))
-    found |= {"bit_equal": straight == resumed, "loss": worst}
+    report |= {"bit_equal": straight == resumed, "loss": worst}
     resumes = len(straight["loss"]) == KILL_STEPS and worst <= BOUNDS["float64"][0]
-    ended = found["exit_code"] != 0 and bool(found["told"])
-    return found | {"ok": resumes and ended and found["reached"] and found["steps_before"] < KILL_STEPS}
+    ended = report["exit_code"] != 0 and bool(report["told"])
+    return report | {"ok": resumes and ended and report["reached"] and report["steps_before"] < KILL_STEPS}
 
 
 def _wait(condition: Callable[[], bool], process: subprocess.Popen, limit_s: float) -> bool:

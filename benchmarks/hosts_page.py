@@ -52,11 +52,11 @@ def files() -> list[Path]:
 
 def measured() -> dict[str, dict[str, Any]]:
     """Rows and checks of all files, the latest file first; ``early``: of another than the latest."""
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for path in reversed(files()):
         for name, row in json.loads(path.read_text())["rows"].items():
-            found.setdefault(name, row | {"early": path != files()[-1]})
-    return found
+            rows.setdefault(name, row | {"early": path != files()[-1]})
+    return rows
 
 
 def asked(name: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -72,14 +72,14 @@ def _line(name: str, rows: dict[str, dict[str, Any]], plan: Row, rate: float) ->
     """Cells under ``_HEAD``."""
     row, speed = rows[name], hosts_fit.at(plan, rate)
     peer = row.get("torchtitan", {})
-    theirs = f"{peer['tps']:,.0f} at {peer['mem_reserved_gib']:.1f}" if "tps" in peer else ""
+    peer_text = f"{peer['tps']:,.0f} at {peer['mem_reserved_gib']:.1f}" if "tps" in peer else ""
     return [
         f"`{name}`" + " (*)" * row["early"],
         asked(name, rows),
         f"{plan.published:,.0f}",
         f"{plan.memory:.1f}",
-        theirs,
-        f"{row['ratio']:.3f}" if theirs else "",
+        peer_text,
+        f"{row['ratio']:.3f}" if peer_text else "",
         f"{speed:,.0f}",
         f"{speed / plan.published - 1:+.1%}",
         f"{plan.gib:.1f}",
@@ -89,22 +89,24 @@ def _line(name: str, rows: dict[str, dict[str, Any]], plan: Row, rate: float) ->
 
 def checks(rows: dict[str, dict[str, Any]]) -> list[list[str]]:
     """[name, result] of what is no speed row."""
-    found = []
+    lines = []
     for name, row in rows.items():
         if name == "kill":
-            told = f"the job ended {row['ended_after_s']:.1f} s after rank 1 was killed, and resumed to the same losses"
-            found.append([f"`{name}`", told if row["ok"] else "does not hold"])
+            result = (
+                f"the job ended {row['ended_after_s']:.1f} s after rank 1 was killed, and resumed to the same losses"
+            )
+            lines.append([f"`{name}`", result if row["ok"] else "does not hold"])
         elif name.startswith("parity-"):
-            found.append([f"`{name}`", _parity(row)])
-    return found
+            lines.append([f"`{name}`", _parity(row)])
+    return lines
 
 
 def _parity(row: dict[str, Any]) -> str:
-    held = {name: one for name, one in row["meshes"].items() if one["ok"]}
-    failed = ", ".join(f"`{name}`" for name in row["meshes"] if name not in held)
-    loss, norm = (max(one[key] for one in held.values()) for key in ("loss", "norm"))
+    passed = {name: figures for name, figures in row["meshes"].items() if figures["ok"]}
+    failed = ", ".join(f"`{name}`" for name in row["meshes"] if name not in passed)
+    loss, norm = (max(figures[key] for figures in passed.values()) for key in ("loss", "norm"))
     return (
-        f"{len(held)} meshes: losses within {loss:.0e}, gradient norms within {norm:.0e} of one GPU's"
+        f"{len(passed)} meshes: losses within {loss:.0e}, gradient norms within {norm:.0e} of one GPU's"
         + f"; does not hold: {failed}" * bool(failed)
     )
 
@@ -119,8 +121,8 @@ def tables(plans: dict[str, Row]) -> str:
 
 def page(text: str, plans: dict[str, Row]) -> str:
     """docs/performance.md with fresh tables."""
-    head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n{tables(plans)}\n\n{END}{rest.partition(END)[2]}"
+    head, _, tail = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n{tables(plans)}\n\n{END}{tail.partition(END)[2]}"
 
 
 def main() -> None:

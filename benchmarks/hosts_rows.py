@@ -70,10 +70,10 @@ _ASYNC = ["compile=block", "compile.async_tp=true"]
 
 def rows(ranks: int) -> dict[str, Work]:
     """Rows of a host with so many GPUs, at least 2."""
-    made = _context(2) | _tensor(2) | _data(ranks) | _long(2) | _pipeline()
+    works = _context(2) | _tensor(2) | _data(ranks) | _long(2) | _pipeline()
     if ranks > 2:
-        made |= _tensor(ranks) | _two_axes(ranks)
-    return made
+        works |= _tensor(ranks) | _two_axes(ranks)
+    return works
 
 
 def _sizes(batch: int, length: int) -> tuple[list[str], list[str]]:
@@ -87,23 +87,26 @@ def _context(ranks: int) -> dict[str, Work]:
     """2 x 16,384 tokens; and with what a GPU's memory allows beyond the peer's recomputation."""
     sizes, peer = _sizes(2, 16384)
     base = [*sizes, f"parallel=cp{ranks}"]
-    theirs = [
+    peer_args = [
         *_PEER,
         *peer,
         f"--parallelism.context_parallel_degree={ranks}",
         "--parallelism.data_parallel_shard_degree=1",
     ]
-    made = {
+    works = {
         f"cp{ranks}-{method}": Work(
-            [*base, *_SELECTIVE, f"parallel.cp_method={method}"], ranks, theirs if method == "allgather" else None, 55
+            [*base, *_SELECTIVE, f"parallel.cp_method={method}"],
+            ranks,
+            peer_args if method == "allgather" else None,
+            55,
         )
         for method in ("allgather", "ulysses", "ring")
     }
-    made[f"cp{ranks}-allgather-more"] = Work([*base, *_SELECTIVE, "ac.keep_products=0.8"], ranks, theirs, 55)
-    made[f"cp{ranks}-allgather-reuse"] = Work([*base, *_KEPT, *_REUSE, "loss.chunk_tokens=1536"], ranks, theirs, 55)
-    made[f"cp{ranks}-allgather-keep"] = Work([*base, *_SELECTIVE, "parallel.fsdp_reshard_after_forward=never"], ranks)
-    made[f"cp{ranks}-allgather-none"] = Work([*base, "ac=none"], ranks)
-    return made
+    works[f"cp{ranks}-allgather-more"] = Work([*base, *_SELECTIVE, "ac.keep_products=0.8"], ranks, peer_args, 55)
+    works[f"cp{ranks}-allgather-reuse"] = Work([*base, *_KEPT, *_REUSE, "loss.chunk_tokens=1536"], ranks, peer_args, 55)
+    works[f"cp{ranks}-allgather-keep"] = Work([*base, *_SELECTIVE, "parallel.fsdp_reshard_after_forward=never"], ranks)
+    works[f"cp{ranks}-allgather-none"] = Work([*base, "ac=none"], ranks)
+    return works
 
 
 def _long(ranks: int) -> dict[str, Work]:
@@ -122,42 +125,44 @@ def _long(ranks: int) -> dict[str, Work]:
 def _tensor(ranks: int) -> dict[str, Work]:
     sizes, _ = _sizes(8, 4096)
     base, name = [*sizes, f"parallel=tp{ranks}", *_SELECTIVE], f"tp{ranks}"
-    made = {name: Work(base, ranks)}
+    works = {name: Work(base, ranks)}
     for kind, ops in (("auto", "[auto]"), ("all", "[all_gather,reduce_scatter]"), ("gathers", "[all_gather]")):
-        made[f"{name}-async-{kind}"] = Work([*base, *_ASYNC, f"compile.async_tp_ops={ops}"], ranks, compiled=True)
-    kept = [*sizes, f"parallel=tp{ranks}", *_KEPT]
-    made[f"{name}-kept"] = Work(kept, ranks)
-    made[f"{name}-kept-async-auto"] = Work([*kept, *_ASYNC, "compile.async_tp_ops=[auto]"], ranks, compiled=True)
+        works[f"{name}-async-{kind}"] = Work([*base, *_ASYNC, f"compile.async_tp_ops={ops}"], ranks, compiled=True)
+    base_kept = [*sizes, f"parallel=tp{ranks}", *_KEPT]
+    works[f"{name}-kept"] = Work(base_kept, ranks)
+    works[f"{name}-kept-async-auto"] = Work([*base_kept, *_ASYNC, "compile.async_tp_ops=[auto]"], ranks, compiled=True)
     for recipe in ("tensorwise", "rowwise"):
         quant = [f"quant=float8_{recipe}", *_OWN]
-        made[f"{name}-{recipe}"] = Work([*base, *quant], ranks)
+        works[f"{name}-{recipe}"] = Work([*base, *quant], ranks)
         for kind, ops in (("auto", "[auto]"), ("scatters", "[reduce_scatter]")):  # its gathers stand before casts
-            made[f"{name}-{recipe}-async-{kind}"] = Work(
+            works[f"{name}-{recipe}-async-{kind}"] = Work(
                 [*base, *quant, *_ASYNC, f"compile.async_tp_ops={ops}"], ranks, compiled=True
             )
-    return made
+    return works
 
 
 def _data(ranks: int) -> dict[str, Work]:
     sizes, peer = _sizes(4, 4096)
     base, name = [*sizes, f"parallel=fsdp{ranks}", *_SELECTIVE], f"fsdp{ranks}"
-    theirs = [*_PEER, *peer, f"--parallelism.data_parallel_shard_degree={ranks}"]
-    made = {name: Work(base, ranks, theirs)}
-    made[f"{name}-split"] = Work([*base, "ac.keep_products=0.75", "optim.master=split"], ranks, theirs)
+    peer_args = [*_PEER, *peer, f"--parallelism.data_parallel_shard_degree={ranks}"]
+    works = {name: Work(base, ranks, peer_args)}
+    works[f"{name}-split"] = Work([*base, "ac.keep_products=0.75", "optim.master=split"], ranks, peer_args)
     reuse = [*sizes, f"parallel=fsdp{ranks}", *_KEPT, *_REUSE, "loss.chunk_tokens=1536"]
-    made[f"{name}-reuse"] = Work(reuse, ranks, theirs)
+    works[f"{name}-reuse"] = Work(reuse, ranks, peer_args)
     for blocks in ("4", "8", "16"):  # multiprocessors that a transfer takes at most
-        made[f"{name}-reuse-ctas{blocks}"] = Work(reuse, ranks, variables={"NCCL_MAX_CTAS": blocks})
+        works[f"{name}-reuse-ctas{blocks}"] = Work(reuse, ranks, variables={"NCCL_MAX_CTAS": blocks})
     for recipe in ("tensorwise", "rowwise"):
         quant = [f"quant=float8_{recipe}"]
-        made[f"{name}-{recipe}-own"] = Work([*base, *quant, *_OWN], ranks)
-        made[f"{name}-{recipe}"] = Work(
+        works[f"{name}-{recipe}-own"] = Work([*base, *quant, *_OWN], ranks)
+        works[f"{name}-{recipe}"] = Work(
             [*base, *quant],
             ranks,
-            [*theirs, *_FLOAT8_PEER, f"--quantize.linear.float8.recipe_name={recipe}"] if recipe == "rowwise" else None,
+            [*peer_args, *_FLOAT8_PEER, f"--quantize.linear.float8.recipe_name={recipe}"]
+            if recipe == "rowwise"
+            else None,
         )
     for suffix, own in (("gather", []), ("own-gather", _OWN)):
-        made[f"{name}-tensorwise-{suffix}"] = Work(
+        works[f"{name}-tensorwise-{suffix}"] = Work(
             [
                 *base,
                 "quant=float8_tensorwise",
@@ -166,14 +171,14 @@ def _data(ranks: int) -> dict[str, Work]:
                 "quant.precompute_scale=true",
             ],
             ranks,
-            [*theirs, *_FLOAT8_PEER, *_GATHER_PEER],
+            [*peer_args, *_FLOAT8_PEER, *_GATHER_PEER],
         )
-    made[f"{name}-tensorwise-own-gather-reuse"] = Work(
-        [*made[f"{name}-tensorwise-own-gather"].ours, "ac.keep_products=0.85", *_REUSE],
+    works[f"{name}-tensorwise-own-gather-reuse"] = Work(
+        [*works[f"{name}-tensorwise-own-gather"].ours, "ac.keep_products=0.85", *_REUSE],
         ranks,
-        made[f"{name}-tensorwise-own-gather"].peer,
+        works[f"{name}-tensorwise-own-gather"].peer,
     )
-    return made
+    return works
 
 
 def _pipeline() -> dict[str, Work]:

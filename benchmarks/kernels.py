@@ -72,20 +72,20 @@ class Bench:
     def randn(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return (torch.randn(shape, device=self.device) * scale).to(dtype)
 
-    def agree(self, what: str, ours: Tensor, theirs: Tensor, bound: float) -> float:
+    def agree(self, name: str, ours: Tensor, reference: Tensor, bound: float) -> float:
         """Relative distance of two tensors; above ``bound`` (or NaN) it is wrong."""
-        theirs = theirs.double()
-        distance = float((ours.double() - theirs).norm() / theirs.norm())
+        reference = reference.double()
+        distance = float((ours.double() - reference).norm() / reference.norm())
         if not distance <= bound:
-            self.wrong.append(f"{what}: off by {distance:.2e}, more than {bound:.0e}")
+            self.wrong.append(f"{name}: off by {distance:.2e}, more than {bound:.0e}")
         return distance
 
-    def same(self, what: str, ours: Tensor, theirs: Tensor) -> int:
+    def same(self, name: str, ours: Tensor, reference: Tensor) -> int:
         """Bytes in which two tensors differ."""
-        a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, theirs))
+        a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, reference))
         different = int((a != b).sum())
         if different:
-            self.wrong.append(f"{what}: {different} of {a.numel()} bytes differ")
+            self.wrong.append(f"{name}: {different} of {a.numel()} bytes differ")
         return different
 
 
@@ -111,12 +111,12 @@ def bench_cross_entropy(bench: Bench) -> dict[str, Any]:
         return chunked_cross_entropy(hidden, weight, labels, chunk, IGNORE_INDEX, True, True, "", 0, 1, fused)
 
     result: dict[str, Any] = {}
-    wanted = loss(min(1024, tokens), False)
-    for name, ours, theirs, bound in zip(
-        ("loss", "grad_hidden", "grad_weight"), loss(min(4096, tokens), True), wanted, (1e-4, 2e-2, 2e-2), strict=True
+    expected = loss(min(1024, tokens), False)
+    for name, ours, reference, bound in zip(
+        ("loss", "grad_hidden", "grad_weight"), loss(min(4096, tokens), True), expected, (1e-4, 2e-2, 2e-2), strict=True
     ):
-        result[f"{name}_distance"] = bench.agree(f"cross_entropy {name}", ours, theirs, bound)
-    del wanted, ours, theirs
+        result[f"{name}_distance"] = bench.agree(f"cross_entropy {name}", ours, reference, bound)
+    del expected, ours, reference
     few = 256
     wide = F.cross_entropy(
         hidden[:few].double() @ weight.double().t(), labels[:few], reduction="sum", ignore_index=IGNORE_INDEX
@@ -154,9 +154,9 @@ def _cross_entropy_kernel(bench: Bench) -> dict[str, Any]:
     many[-3:] = bench.randn(3, bench.vocab)
     last = many[-3:].clone()
     losses = cross_entropy.cross_entropy_(many, labels, ignore_index=-100, gradient=True)
-    wanted = cross_entropy.reference_(last, labels[-3:], ignore_index=-100, gradient=True)
+    expected = cross_entropy.reference_(last, labels[-3:], ignore_index=-100, gradient=True)
     result["logits_of_the_large_call"] = many.numel()
-    bench.agree("cross_entropy beyond 2^31: losses", losses[-3:], wanted, 1e-6)
+    bench.agree("cross_entropy beyond 2^31: losses", losses[-3:], expected, 1e-6)
     bench.agree("cross_entropy beyond 2^31: gradients", many[-3:], last, 1e-2)
     return result
 
@@ -164,9 +164,9 @@ def _cross_entropy_kernel(bench: Bench) -> dict[str, Any]:
 def bench_sharded_cross_entropy(bench: Bench) -> dict[str, Any]:
     """A chunk whose vocabulary lies on two ranks: both ranks' kernels against the whole's reference; times of one."""
     rows, columns = min(4096, bench.tokens), bench.vocab // 2
-    whole, labels = bench.randn(rows, bench.vocab), torch.randint(bench.vocab, (rows,), device=bench.device)
+    full, labels = bench.randn(rows, bench.vocab), torch.randint(bench.vocab, (rows,), device=bench.device)
     labels[::7] = IGNORE_INDEX
-    shards = {first: whole[:, first : first + columns].contiguous() for first in (0, columns)}
+    shards = {first: full[:, first : first + columns].contiguous() for first in (0, columns)}
 
     def parts(first: int) -> Tensor:
         return cross_entropy.shard_log_sum_exps(shards[first], labels, first=first)
@@ -178,20 +178,20 @@ def bench_sharded_cross_entropy(bench: Bench) -> dict[str, Any]:
 
     both = torch.stack([parts(first) for first in shards])
     losses = [finish(first) for first in shards]
-    wanted = cross_entropy.reference_(whole, labels, ignore_index=IGNORE_INDEX, gradient=True)
+    expected = cross_entropy.reference_(full, labels, ignore_index=IGNORE_INDEX, gradient=True)
     bench.same("sharded cross_entropy: the ranks' losses", *losses)
     result: dict[str, Any] = {
         "rows": rows,
         "columns": columns,
-        "loss_distance": bench.agree("sharded cross_entropy: losses", losses[0], wanted, 1e-6),
-        "grad_distance": bench.agree("sharded cross_entropy: gradients", torch.cat([*shards.values()], 1), whole, 1e-2),
+        "loss_distance": bench.agree("sharded cross_entropy: losses", losses[0], expected, 1e-6),
+        "grad_distance": bench.agree("sharded cross_entropy: gradients", torch.cat([*shards.values()], 1), full, 1e-2),
     }
     for block, warps in ((2048, 8), (4096, 8), (4096, 16), (8192, 16), (8192, 32)):
         with constants(cross_entropy, BLOCK=block, WARPS=warps):
             name, ms = f"block_{block}_warps_{warps}", (bench.ms(lambda: parts(0)), bench.ms(lambda: finish(0)))
-        for what, one, size in zip(("parts", "gradient"), ms, (2, 4), strict=True):
-            result[f"{what}_ms_{name}"] = one
-            result[f"{what}_tb_s_{name}"] = round(size * rows * columns / one / 1e9, 3)
+        for half, milliseconds, size in zip(("parts", "gradient"), ms, (2, 4), strict=True):
+            result[f"{half}_ms_{name}"] = milliseconds
+            result[f"{half}_tb_s_{name}"] = round(size * rows * columns / milliseconds / 1e9, 3)
     result["losses_alone_ms"] = bench.ms(lambda: finish(0, gradient=False))
     result["copy_ms"] = bench.ms(shards[0].clone)  # reads and writes what the gradient does
     own = labels % columns
@@ -225,8 +225,8 @@ def bench_adamw(bench: Bench) -> dict[str, Any]:
     adamw.adamw_(weight, state[0], grad, *state[1:], clip, factors)
     adamw.reference_(twin_weight, twin[0], grad, *twin[1:], clip, factors)
     result: dict[str, Any] = {
-        f"{name}_distance": bench.agree(f"adamw {name}", ours, theirs, bound)
-        for name, ours, theirs, bound in zip(
+        f"{name}_distance": bench.agree(f"adamw {name}", ours, reference, bound)
+        for name, ours, reference, bound in zip(
             ("master", "exp_avg", "exp_avg_sq", "weight"),
             [*state, weight],
             [*twin, twin_weight],
@@ -270,8 +270,8 @@ def bench_float8_cast(bench: Bench) -> dict[str, Any]:
             for dtype in (E4M3, E5M2):
                 options: dict[str, Any] = {"dtype": dtype, "power_of_2": rowwise}
                 name = f"{rows}x{columns} {'rowwise' if rowwise else 'tensorwise'} {str(dtype)[-4:]}"
-                ours, theirs = (both(x, rowwise, fused, **options) for fused in (True, False))
-                different = sum(bench.same(f"float8_cast {name}", *two) for two in zip(ours, theirs, strict=True))
+                ours, reference = (both(x, rowwise, fused, **options) for fused in (True, False))
+                different = sum(bench.same(f"float8_cast {name}", *two) for two in zip(ours, reference, strict=True))
                 result[name] = {"different_bytes": different}
                 if dtype == E4M3 and columns != 72:
                     ms = bench.ms(lambda x=x, r=rowwise, o=options: compiled(x, r, True, **o))
@@ -293,7 +293,7 @@ def bench_float8_linear(bench: Bench) -> dict[str, Any]:
         y = function(x, w)
         return [y.detach(), *torch.autograd.grad(y, (x, w), grad)]
 
-    wanted = both(F.linear)
+    expected = both(F.linear)
     result: dict[str, Any] = {"bfloat16_ms": bench.ms(lambda: both(F.linear))}
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         for fast, dtype in ((True, E4M3), (False, E4M3), (True, E5M2)):
@@ -310,9 +310,9 @@ def bench_float8_linear(bench: Bench) -> dict[str, Any]:
                 bench.wrong.append(f"float8_linear {name}: {error}")
                 continue
             bound = 0.05 if dtype == E4M3 else 0.075
-            for what, mine, theirs, exact in zip(("y", "grad_x", "grad_w"), got, plain, wanted, strict=True):
-                bench.same(f"float8_linear {name} {what}, fused and plain cast", mine, theirs)
-                result[name][f"{what}_distance"] = bench.agree(f"float8_linear {name} {what}", mine, exact, bound)
+            for tensor, ours, reference, exact in zip(("y", "grad_x", "grad_w"), got, plain, expected, strict=True):
+                bench.same(f"float8_linear {name} {tensor}, fused and plain cast", ours, reference)
+                result[name][f"{tensor}_distance"] = bench.agree(f"float8_linear {name} {tensor}", ours, exact, bound)
     return result
 
 
@@ -326,8 +326,8 @@ def bench_square_sum(bench: Bench) -> dict[str, Any]:
         with constants(square_sum, BLOCK=block, BLOCKS=blocks, WARPS=warps):
             result[f"ms_block_{block}_blocks_{blocks}_warps_{warps}"] = bench.ms(lambda: square_sum.square_sum(grads))
     result["torch_ms"] = bench.ms(lambda: torch.nn.utils.get_total_norm(grads))
-    whole = torch.empty(result["bytes"] // 2, dtype=torch.uint8, device=bench.device)
-    result["copy_ms"] = bench.ms(whole.clone)  # reads and writes half of it each
+    full = torch.empty(result["bytes"] // 2, dtype=torch.uint8, device=bench.device)
+    result["copy_ms"] = bench.ms(full.clone)  # reads and writes half of it each
     return result
 
 

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 
-from titanyaml.distributed import compat
-from titanyaml.runner import train
+from titanyaml.distributed import compat, replica_checks
 
 BACKEND = "alone"
 
@@ -53,42 +52,42 @@ class Alone(dist.ProcessGroup):
         return _done([])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        for parts, mine in zip(outputs, inputs, strict=True):
-            for part in parts:
-                part.copy_(mine)
+        for shards, own in zip(outputs, inputs, strict=True):
+            for shard in shards:
+                shard.copy_(own)
         return _done(outputs)
 
-    def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any) -> dist.Work:
-        output.view(self.size(), -1).copy_(mine.reshape(1, -1).expand(self.size(), -1))
+    def _allgather_base(self, output: Tensor, own: Tensor, opts: Any) -> dist.Work:
+        output.view(self.size(), -1).copy_(own.reshape(1, -1).expand(self.size(), -1))
         return _done(output)
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
-        for output, mine in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, mine, opts)
+        for output, own in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, own, opts)
         return _done(outputs)
 
     all_gather_single = _allgather_base  # the name since torch 2.13
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        for output, parts in zip(outputs, inputs, strict=True):
-            output.copy_(parts[self.rank()])
+        for output, shards in zip(outputs, inputs, strict=True):
+            output.copy_(shards[self.rank()])
         return _done(outputs)
 
-    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> dist.Work:
-        output.view(-1).copy_(whole.reshape(self.size(), -1)[self.rank()])
+    def _reduce_scatter_base(self, output: Tensor, full: Tensor, opts: Any) -> dist.Work:
+        output.view(-1).copy_(full.reshape(self.size(), -1)[self.rank()])
         return _done(output)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
-        for output, whole in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, whole, opts)
+        for output, full in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, full, opts)
         return _done(outputs)
 
     def alltoall_base(
-        self, output: Tensor, given: Tensor, out_sizes: list[int], sizes: list[int], opts: Any
+        self, output: Tensor, source: Tensor, out_sizes: list[int], sizes: list[int], opts: Any
     ) -> dist.Work:
-        received, sent = output.view(-1), given.reshape(-1)
+        received, sent = output.view(-1), source.reshape(-1)
         length = min(len(received), len(sent))  # other ranks may send more or less than this one does
         received[:length].copy_(sent[:length])
         received[length:].zero_()
@@ -121,12 +120,12 @@ def stand_alone(ranks: int) -> None:
         BACKEND, lambda store, rank, size, timeout: Alone(rank, size), devices=["cpu", "cuda"]
     )
     join, new_group = dist.init_process_group, dist.new_group
-    dist.init_process_group = lambda *asked, **given: join(BACKEND, store=dist.HashStore(), rank=0, world_size=ranks)
-    dist.new_group = lambda *asked, **given: new_group(*asked, **given | {"backend": BACKEND})
-    dist.monitored_barrier = lambda *asked, **given: None
+    dist.init_process_group = lambda *_, **options: join(BACKEND, store=dist.HashStore(), rank=0, world_size=ranks)
+    dist.new_group = lambda *ranks, **options: new_group(*ranks, **options | {"backend": BACKEND})
+    dist.monitored_barrier = lambda *_, **options: None
     compat.set_group_timeout = lambda group, seconds: None
     # there are no other ranks whose replicas and random numbers could be asked for
-    train.agree.check_replicas_match = train.agree.check_random_streams = lambda *asked: None
+    replica_checks.check_replicas_match = replica_checks.check_random_streams = lambda *_: None
 
 
 def parse(typed: list[str]) -> tuple[int, list[str]]:
