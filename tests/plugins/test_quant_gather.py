@@ -30,7 +30,7 @@ LATE = {**GATHERED, "precompute_scale": False}
 FSDP2 = ParallelDims(dp_shard=2)
 
 
-def of(built: Any) -> optim.Optimizer:
+def of(built: Any) -> optim.AdamW:
     return optim.build(schema.Optim(), dict(built.model.named_parameters()), masters=built.masters, device="cpu")
 
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from titanyaml.config import schema
 from titanyaml.optim.adamw import AdamW as AdamW
-from titanyaml.optim.adamw import Optimizer as Optimizer
 from titanyaml.optim.adamw import TrainedParameters
 from titanyaml.optim.compiled_adamw import CompiledAdamW
 from titanyaml.optim.lowbit_adamw import LowBitAdamW

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,47 +26,6 @@ from titanyaml.errors import TitanError
 from titanyaml.kernels import master_weights
 from titanyaml.kernels.adamw import Factors
 from titanyaml.optim.parameter_groups import ParameterGroup, make_groups
-
-
-class Optimizer(Protocol):
-    """What the training loop and checkpoints need of an optimizer."""
-
-    names: tuple[str, ...]
-
-    def grads(self) -> list[Tensor]:
-        """Return the gradients after all microbatches, in the order of ``names``; clipping measures these.
-
-        Sums over microbatches are in full precision; a single microbatch's gradient may be in the stored dtype.
-        """
-        ...
-
-    def step(self, lr: float, *, clip: Tensor | None = None) -> None:
-        """Update once with the gradients that ``grads`` returns, times the 0-dim ``clip`` (on their device)."""
-        ...
-
-    def describe(self) -> str:
-        """Name of the implementation, for the log."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Drop the gradients and free their memory."""
-        ...
-
-    def master(self, name: str) -> Tensor:
-        """Return the full-precision weight for reading: the optimized tensor, or a host copy where it is split."""
-        ...
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return all masters by name; a checkpoint saves them, or fills them in place."""
-        ...
-
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over what ``weights`` returned after a checkpoint was read into it, and round it into the model."""
-        ...
-
-    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return live state by parameter name; filling these tensors in place restores the optimizer."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -196,7 +154,9 @@ class AdamW:
         return {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
 
     def grads(self) -> list[Tensor]:
-        """Return the gradients in the order of ``names``, each placed like its weight; see ``Optimizer``.
+        """Gradients after all microbatches, in the order of ``names`` and placed like their weights.
+
+        Sums over microbatches are in full precision; a single microbatch's gradient may be in the stored dtype.
 
         Raises:
             TitanError: a parameter got no gradient: it would silently stay as it is, without even decay.
@@ -225,7 +185,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, *, clip: Tensor | None = None) -> None:
-        """Update once; each group scales ``lr`` by its ``lr_scale``, and ``clip`` scales the gradients in place."""
+        """Update once; the 0-dim ``clip``, on the gradients' device, scales them in place."""
         grads = self.grads()
         if clip is not None:
             compat.foreach_mul_([local_shard(grad) for grad in grads], clip)
@@ -277,28 +237,28 @@ class AdamW:
         return Factors.at(int(state.step), lr=lr, **betas, eps=self.eps, weight_decay=weight_decay)
 
     def describe(self) -> str:
-        """See ``Optimizer``."""
+        """Name of the implementation, for the log."""
         return f"torch, {self.implementation}{self._split_note()}"
 
     def _split_note(self) -> str:
         return ", split masters" if any(state.is_split for state in self._states.values()) else ""
 
     def zero_grad(self) -> None:
-        """See ``Optimizer``."""
+        """Drop the gradients and free their memory."""
         for state in self._states.values():
             state.parameter.grad = state.grad_sum = None
 
     def master(self, name: str) -> Tensor:
-        """See ``Optimizer``."""
+        """The full-precision weight for reading: the optimized tensor, or a copy in host memory where it is split."""
         state = self._states[name]
         return float8.unwrap(master_weights.full_precision(state.parameter.detach(), state.master))
 
     def weights(self) -> dict[str, Tensor]:
-        """See ``Optimizer``."""
+        """All masters by name; a checkpoint saves them, or fills them in place before ``load``."""
         return {name: self.master(name) for name in self.names}
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """See ``Optimizer``."""
+        """Round into the model what ``weights`` returned and a checkpoint filled."""
         for name, state in self._states.items():
             master_weights.store_full_precision(weights[name], state.parameter, state.master)
 
@@ -310,7 +270,10 @@ class AdamW:
             compat.foreach_copy_([local_shard(s.parameter) for s in states], [local_shard(s.weight) for s in states])
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
-        """``{name: {exp_avg, exp_avg_sq, step}}``; moments like the weight, ``step`` 0-dim float32 (exact to 2**24)."""
+        """Live state ``{name: {exp_avg, exp_avg_sq, step}}``; filling it in place restores the optimizer.
+
+        Moments are like the weight, ``step`` is 0-dim float32 (exact to 2**24).
+        """
         return {name: {**state.moments, "step": state.step} for name, state in self._states.items()}
 
 

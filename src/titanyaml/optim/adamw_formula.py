@@ -8,18 +8,21 @@ Loshchilov and Hutter 2019, algorithm 2, with the bias corrections moved to scal
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from titanyaml.kernels.adamw import Factors
 
 
-def factor_tensors(factors: Factors, *, like: Tensor) -> tuple[Tensor, ...]:
-    """The scalars of one update as 0-dim tensors in ``like``'s dtype, on its device."""
+def factor_tensors(factors: Factors, *, step: int, like: Tensor) -> tuple[Tensor, ...]:
+    """The scalars of update ``step`` as 0-dim tensors in ``like``'s dtype, on its device."""
     # Tensors, since a graph would hold Python numbers as constants and be compiled anew in every step. The bias
-    # corrections come computed in float64: in float32, 1 - 0.999^t loses three of seven digits in the first steps.
-    f = factors
-    numbers = [f.beta1, f.beta2, f.eps, f.decay, f.step_size, f.bias_correction2_sqrt]
+    # corrections are computed in float64: in float32, 1 - 0.999^t loses three of seven digits in the first steps.
+    # ``root_scale`` is not used: multiplying by a reciprocal rounds differently from torch's division by the root.
+    bias_correction2_sqrt = math.sqrt(1 - factors.beta2**step)
+    numbers = [factors.beta1, factors.beta2, factors.eps, factors.decay, factors.step_size, bias_correction2_sqrt]
     return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True).unbind()
 
 

@@ -28,7 +28,7 @@ class CompiledAdamW(PerParameterAdamW):
         self._compiled_update = _compile_update(backend)
 
     def describe(self) -> str:
-        """See ``Optimizer``."""
+        """See ``AdamW``."""
         return f"compiled{self._split_note()}{self._accumulation_note()}"
 
     def _update_one(self, state: ParameterState, grad: Tensor, clip: Tensor, factors: Factors) -> None:
@@ -40,7 +40,8 @@ class CompiledAdamW(PerParameterAdamW):
             if all(tensor.is_contiguous() for tensor in tensors):
                 # One dimension: one graph for all shapes. Detached: Dynamo would guard on what a view is a view of.
                 tensors = [tensor.view(-1).detach() for tensor in tensors]
-            self._compiled_update(*tensors, clip=clip, factors=adamw_formula.factor_tensors(factors, like=weight))
+            factor_tensors = adamw_formula.factor_tensors(factors, step=int(state.step), like=weight)
+            self._compiled_update(*tensors, clip=clip, factors=factor_tensors)
 
 
 def update(

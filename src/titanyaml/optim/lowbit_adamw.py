@@ -64,8 +64,9 @@ class LowBitAdamW(AdamW):
                     self._update_one(state, weight, lr, weight_decay)
 
     def _update_one(self, state: ParameterState, weight: Tensor, lr: float, weight_decay: float) -> None:
-        factors = adamw_formula.factor_tensors(self._factors(state, lr, weight_decay), like=weight)
-        seed = (self._seeds[state.name] + int(state.step) * _SEED_STRIDE) % 2**32
+        step = int(state.step)
+        factors = adamw_formula.factor_tensors(self._factors(state, lr, weight_decay), step=step, like=weight)
+        seed = (self._seeds[state.name] + step * _SEED_STRIDE) % 2**32
         # a tensor, since a graph would hold a number as a constant and be compiled anew in every step
         seed_tensor = torch.tensor(seed).to(weight.device, non_blocking=True)
         # Two dimensions whatever the weight has, one block a row (or one row in all): one graph serves all shapes.

@@ -14,7 +14,7 @@ class TritonAdamW(PerParameterAdamW):
     """The update, state and checkpoints of ``AdamW``; masters are float32 or split."""
 
     def describe(self) -> str:
-        """See ``Optimizer``."""
+        """See ``AdamW``."""
         return f"fused{self._split_note()}{self._accumulation_note()}"
 
     def _update_one(self, state: ParameterState, grad: Tensor, clip: Tensor, factors: Factors) -> None:

@@ -14,9 +14,9 @@ from titanyaml.config.rules.measure import bench_steps
 from titanyaml.config.schema import Config
 from titanyaml.data.packing import TokenData
 from titanyaml.data.stream import StreamData
-from titanyaml.data.synthetic import SyntheticData
+from titanyaml.data.windows import PackedData
 from titanyaml.distributed.env import Env
-from titanyaml.optim import Optimizer
+from titanyaml.optim import AdamW
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
 from titanyaml.rundir import RunDir, atomic_write
@@ -44,7 +44,8 @@ def start(config: Config, run: RunDir, env: Env, parts: Parts) -> None:
     kernels = describe_kernels(config, ctx, parts.optimizer)
     listed = "; ".join(f"{operator}: {kernel}" for operator, kernel in kernels.items() if operator != "why")
     log.info("kernels %s (%s)", listed, kernels["why"])
-    run.event("kernels", listed, **kernels)
+    fields: dict[str, Any] = {**kernels}
+    run.event("kernels", listed, **fields)
     sequences, seq_len = global_batch(config, ctx.dims), config.train.seq_len
     batch = f"{sequences * seq_len:,} tokens a step ({sequences} x {seq_len}, accumulation {ctx.accumulation})"
     first_step = parts.last_step + 1
@@ -59,7 +60,7 @@ def master_format(config: Config) -> str:
     return f"{config.train.param_dtype} split into bfloat16 and 16 bits" if is_split else config.train.param_dtype
 
 
-def describe_kernels(config: Config, ctx: Context, optimizer: Optimizer) -> dict[str, str]:
+def describe_kernels(config: Config, ctx: Context, optimizer: AdamW) -> dict[str, str]:
     """Operator to the kernel that runs, and ``why``."""
     loss = build_loss(config, ctx)
     sharded = f", normalised over {ctx.dims.tp} tp ranks" if ctx.dims.tp > 1 else ""
@@ -95,7 +96,7 @@ def finish(run: RunDir, result: dict[str, Any], *, saved: bool) -> None:
 def _size(dataset: TokenData) -> str:
     if isinstance(dataset, StreamData):
         return "a stream"
-    return "random tokens" if isinstance(dataset, SyntheticData) else f"{dataset.num_tokens:,} tokens"
+    return f"{dataset.num_tokens:,} tokens" if isinstance(dataset, PackedData) else "random tokens"
 
 
 def _checkpoint_override(path: Path) -> str:

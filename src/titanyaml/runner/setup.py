@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.init import materialise
 from titanyaml.models.moe import expert_biases
-from titanyaml.optim import Optimizer
+from titanyaml.optim import AdamW
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.pipeline.protocol import Change, Context
 from titanyaml.rundir import RunDir
@@ -55,12 +55,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model ready to run.
+    """A model that the pipeline transformed, with memory and values on the device.
 
-    Args:
-        model: transformed by the pipeline and materialised on the device.
-        masters: of parameters that are stored narrower, by name (``models.init.materialise``).
-        context: what the plugins were told. resolved: the ordered plugins. changes: what each of them did.
+    ``masters``: of parameters that are stored narrower, by name (``models.init.materialise``). ``changes``: by plugin.
     """
 
     model: nn.Module
@@ -71,7 +68,6 @@ class BuiltModel:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the batch this rank reads."""
         return self.context.dims.data_rank(self.context.mesh)
 
     def weights(self) -> dict[str, Tensor]:
@@ -90,15 +86,13 @@ class BuiltModel:
 class Parts:
     """A training run ready for its first step.
 
-    Args:
-        train_data, validation_data: packed samples; the latter None where ``validation.batches`` is 0.
-        last_step: of the checkpoint that was loaded; 0 for a new run.
+    ``last_step`` is that of the loaded checkpoint, 0 in a new run; ``validation_data`` None without validation.
     """
 
     built: BuiltModel
     train_data: TokenData
     validation_data: TokenData | None
-    optimizer: Optimizer
+    optimizer: AdamW
     train_step: TrainStep
     checkpointer: Checkpointer
     last_step: int
@@ -131,19 +125,22 @@ def build_all(config: Config, run: RunDir, env: Env, *, requested_config: Config
         run.truncate_metrics(last_step)
     # after the checkpoint, so that what was loaded is compared too
     training_state.check_ranks(config, built.model, optimizer, env, data_rank=built.data_rank)
-    batches = build_batches(config, built, train_data, data_state)
-    meter = Meter(config, built.context, env, global_batch=global_batch(config, built.context.dims))
+    dims = built.context.dims
+    batches = Batches(
+        train_data,
+        seed=config.run.seed,
+        global_batch=global_batch(config, dims),
+        local_batch=config.train.local_batch,
+        data_rank=built.data_rank,
+        data_degree=dims.data_degree,
+        prefetch=config.data.prefetch,
+        shuffle=config.data.shuffle,
+        state=data_state,
+    )
+    meter = Meter(config, built.context, env, global_batch=global_batch(config, dims))
+    profiler = Profiler(config.profile, run, env)
     return Parts(
-        built=built,
-        train_data=train_data,
-        validation_data=validation_data,
-        optimizer=optimizer,
-        train_step=train_step,
-        checkpointer=checkpointer,
-        last_step=last_step,
-        batches=batches,
-        meter=meter,
-        profiler=Profiler(config.profile, run, env),
+        built, train_data, validation_data, optimizer, train_step, checkpointer, last_step, batches, meter, profiler
     )
 
 
@@ -152,7 +149,8 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     name = config.train.compute_dtype
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def storage_device(config: Config, env: Env) -> torch.device:
@@ -169,27 +167,28 @@ def transform(
     config: Config, env: Env, dims: ParallelDims, *, mesh: DeviceMesh | None
 ) -> tuple[nn.Module, Context, pipeline.ResolvedPipeline, list[tuple[str, Change]]]:
     """Build the model on meta and run the pipeline over it: the same for a run, a check and a trace."""
-    model = decoder.build(config.model)
-    dtype = compute_dtype(config, env.device)
+    untransformed = decoder.build(config.model)
+    dtype, train = compute_dtype(config, env.device), config.train
+    forwards = accumulation(
+        global_batch=global_batch(config, dims), local_batch=train.local_batch, data_degree=dims.data_degree
+    )
     ctx = Context(
         dims=dims,
         mesh=mesh,
         device=env.device,
-        param_dtype=getattr(torch, config.train.param_dtype),
+        param_dtype=getattr(torch, train.param_dtype),
         compute_dtype=dtype,
-        reduce_dtype=getattr(torch, config.train.reduce_dtype),
-        facts=model.facts,
-        seq_len=config.train.seq_len,
-        local_batch=config.train.local_batch,
-        accumulation=accumulation(
-            global_batch=global_batch(config, dims), local_batch=config.train.local_batch, data_degree=dims.data_degree
-        ),
+        reduce_dtype=getattr(torch, train.reduce_dtype),
+        facts=untransformed.facts,
+        seq_len=train.seq_len,
+        local_batch=train.local_batch,
+        accumulation=forwards,
         kernels=choose_kernels(config.kernels.name, device=env.device, dtype=dtype),
         log=log,
         expert_mesh=dims.build_experts(env.device.type) if mesh is not None else None,
     )
     resolved = pipeline.resolve(config.pipeline.plugins, ctx)
-    model, changes = pipeline.run(model.to(ctx.param_dtype), resolved, ctx)
+    model, changes = pipeline.run(untransformed.to(ctx.param_dtype), resolved, ctx)
     return model, ctx, resolved, changes
 
 
@@ -206,14 +205,9 @@ def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda
     mesh = dims.build(env.device.type) if env.world_size > 1 else None
     model, ctx, resolved, changes = transform(config, env, dims, mesh=mesh)
     lap("build")
-    split = config.optim.master == "split"
+    split, storage = config.optim.master == "split", storage_device(config, env)
     masters = materialise(
-        model,
-        device=env.device,
-        seed=config.run.seed,
-        param_dtype=ctx.param_dtype,
-        storage=storage_device(config, env),
-        split=split,
+        model, device=env.device, seed=config.run.seed, param_dtype=ctx.param_dtype, storage=storage, split=split
     )
     if split and not any(map(is_split, masters.values())):
         raise ConfigError(
@@ -231,16 +225,17 @@ def rank0_first(env: Env, build: Callable[[], T]) -> T:
 
     A failure of rank 0 is raised on every rank, with its own type: none of them is left to wait.
     """
-    failure, result = None, None
+    results: list[T] = []
+    failure: Exception | None = None
     if env.is_main:
         try:
-            result = build()
+            results = [build()]
         except Exception as error:  # noqa: BLE001 - sent to every rank, and raised on each
             failure = error
     failure = comm.broadcast_object(failure, env)
     if failure is not None:
         raise failure
-    return result if env.is_main else build()
+    return results[0] if env.is_main else build()
 
 
 def build_tokenizer(config: Config, env: Env) -> Tokenizer | None:
@@ -263,17 +258,14 @@ def build_tokenizer(config: Config, env: Env) -> Tokenizer | None:
 
 def build_data(config: Config, env: Env, tokenizer: Tokenizer | None, *, split: str) -> TokenData:
     """The packed samples of ``split``: "train" or "validation"."""
-    return rank0_first(
-        env,
-        lambda: text_data.build(
-            config.data,
-            tokenizer=tokenizer,
-            seq_len=config.train.seq_len,
-            seed=config.run.seed,
-            split=split,
-            vocab_size=config.model.vocab_size,
-        ),
-    )
+    seq_len, vocab_size = config.train.seq_len, config.model.vocab_size
+
+    def build() -> TokenData:
+        return text_data.build(
+            config.data, tokenizer=tokenizer, seq_len=seq_len, seed=config.run.seed, split=split, vocab_size=vocab_size
+        )
+
+    return rank0_first(env, build)
 
 
 def build_loss(config: Config, ctx: Context) -> CrossEntropy:
@@ -293,8 +285,7 @@ def uses_fused_optimizer(config: Config, ctx: Context) -> bool:
     return ctx.kernels.fused and not config.parallel.fsdp_cpu_offload
 
 
-def build_optimizer(config: Config, env: Env, built: BuiltModel) -> Optimizer:
-    """The optimizer of this rank's parameters."""
+def build_optimizer(config: Config, env: Env, built: BuiltModel) -> AdamW:
     ctx = built.context
     return optim.build(
         config.optim,
@@ -308,8 +299,7 @@ def build_optimizer(config: Config, env: Env, built: BuiltModel) -> Optimizer:
     )
 
 
-def build_train_step(config: Config, env: Env, built: BuiltModel, optimizer: Optimizer) -> TrainStep:
-    """Forward, backward and update of one step."""
+def build_train_step(config: Config, env: Env, built: BuiltModel, optimizer: AdamW) -> TrainStep:
     ctx, moe = built.context, config.model.moe
     return TrainStep(
         built.model,
@@ -321,24 +311,6 @@ def build_train_step(config: Config, env: Env, built: BuiltModel, optimizer: Opt
         adds_loss=ctx.dims.adds_loss(ctx.mesh),
         routing=Routing(built.model, moe, ctx.facts, mesh=ctx.mesh, env=env) if moe.num_experts else None,
         square_sum=square_sum if uses_fused_optimizer(config, ctx) else None,
-    )
-
-
-def build_batches(
-    config: Config, built: BuiltModel, train_data: TokenData, data_state: dict[str, Any] | None
-) -> Batches:
-    """This rank's batches from ``data_state`` on (None: the first one); starts the thread that reads ahead."""
-    dims = built.context.dims
-    return Batches(
-        train_data,
-        seed=config.run.seed,
-        global_batch=global_batch(config, dims),
-        local_batch=config.train.local_batch,
-        data_rank=built.data_rank,
-        data_degree=dims.data_degree,
-        prefetch=config.data.prefetch,
-        shuffle=config.data.shuffle,
-        state=data_state,
     )
 
 
