@@ -142,13 +142,9 @@ def _own_errors(*, is_sweep: bool) -> Iterator[None]:
 
 
 def task(cfg: DictConfig) -> float | None:
-    """One job: a single run, or one of a sweep.
-
-    Returns:
-        The metric, for Hydra's optimising sweepers.
-    """
+    """One job: a single run, or one of a sweep; the metric, for Hydra's optimising sweepers."""
     node = HydraConfig.get()
-    is_sweep = not OmegaConf.is_missing(node.job, "num")
+    is_sweep = not OmegaConf.is_missing(node.job, "num")  # Hydra numbers the jobs of a sweep only
     chosen = cast(dict[str, Any], OmegaConf.to_container(node.runtime.choices))
     options = {group: option for group, option in chosen.items() if not group.startswith("hydra/")}
     choices = UserChoices(list(node.overrides.task), options, is_sweep=is_sweep)
@@ -162,7 +158,7 @@ def _run_job(cfg: DictConfig, folder: Path, choices: UserChoices) -> float | Non
         refusal = external.sweep_refusal()
         raise CommandEnd(_print_error(refusal, code=refusal.exit_code))
     if is_rank and in_process and os.environ["RANK"] != "0":
-        return None
+        return None  # rank 0 shows it once
     stops_sweep = cfg.sweep.on_failure != "continue"
     try:
         if choices.is_sweep and (problems := compose_hook.problems_for(choices.overrides)):
@@ -182,7 +178,7 @@ def _run_job(cfg: DictConfig, folder: Path, choices: UserChoices) -> float | Non
         return None
     except TitanError as error:
         if choices.is_sweep:
-            print(f"{folder.name} ({' '.join(choices.overrides)}):", file=sys.stderr)
+            print(f"{folder.name} ({' '.join(choices.overrides)}):", file=sys.stderr)  # which job it was
             job.record_refusal(folder, error, choices)
         exit_code = _print_error(error, code=error.exit_code)
         raise (JobFailed if choices.is_sweep and not stops_sweep else CommandEnd)(exit_code) from error
@@ -213,7 +209,7 @@ def _run_in_process(request: RequestedRun) -> float | None:
     runner, needs_torch = instantiate.locate(config.runner._target_), config.runner.name not in NO_TORCH
     if needs_torch and not is_sweep:
         _remove_empty(request.folder)
-        runner(config, None, _environment())
+        runner(config, None, _environment())  # prints; has nothing to record
         return None
     claimed = job.claim(request, ranks=count_ranks(config))
     try:

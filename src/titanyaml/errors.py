@@ -22,8 +22,8 @@ EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command again may suc
 class Problem:
     """One thing wrong with a configuration.
 
-    key: dotted, e.g. ``optim.lr``. message: with the wrong value. allowed: the legal values, in words. hint: what to type
-    instead. origin: the file or override that holds the value.
+    key: dotted, as ``optim.lr``. message: with the wrong value. allowed: the legal values in words. hint: what to type
+    instead. origin: the file or override that holds the value. is_unread: the key was set where nothing reads it.
     """
 
     key: str
@@ -31,6 +31,7 @@ class Problem:
     allowed: str = ""
     hint: str = ""
     origin: str = ""
+    is_unread: bool = False
 
     def __str__(self) -> str:
         lines = [f"{self.key}: {self.message}" if self.key else self.message]
@@ -71,7 +72,7 @@ class ProblemsError(TitanError):
     title = "problem"
 
     def __init__(self, problems: Sequence[Problem] | str, *, key: str = "", hint: str = "") -> None:
-        if isinstance(problems, str):
+        if isinstance(problems, str):  # most callers find one problem
             problems = [Problem(key, problems, hint=hint)]
         self.problems = list(problems)
         plural = "" if len(self.problems) == 1 else "s"

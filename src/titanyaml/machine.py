@@ -39,7 +39,7 @@ def gpus() -> list[str]:
 
 
 def _proc_nvidia() -> list[str]:
-    folder = Path("/proc/driver/nvidia/gpus")
+    folder = Path("/proc/driver/nvidia/gpus")  # the driver's own list, where nvidia-smi is not installed
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
@@ -99,7 +99,7 @@ def describe() -> dict[str, Any]:
 
 
 def _matters(name: str) -> bool:
-    return name.startswith(_VARIABLES) and not any(word in name for word in _SECRET)
+    return name.startswith(_VARIABLES) and not any(word in name for word in _SECRET)  # HF_TOKEN is a secret
 
 
 def _version(package: str) -> str | None:

@@ -120,7 +120,7 @@ class RunDir:
         self._heartbeat_stop.set()
         self._heartbeat_stop = None
         with self._lock():
-            if self._lease().get("generation") == self.generation:
+            if self._lease().get("generation") == self.generation:  # else it was taken over meanwhile
                 self._write_lease(pid=None, start_time=None)
 
     def check_generation(self, generation: int | None = None) -> None:
@@ -147,7 +147,7 @@ class RunDir:
         atomic_write(self.path / "lease.json", json.dumps(lease) + "\n")
 
     def _alive(self, lease: dict[str, Any]) -> bool:
-        if lease.get("pid") is None:
+        if lease.get("pid") is None:  # released, or never claimed
             return False
         if lease["host"] == socket.gethostname():
             return bool(process_start(lease["pid"]) == lease["start_time"])
@@ -156,7 +156,7 @@ class RunDir:
     def _lease_age_s(self) -> float:
         """Seconds since the owner's last heartbeat, by the file system's clock (hosts' clocks may differ)."""
         probe = self.path / ".lock"
-        os.utime(probe)
+        os.utime(probe)  # now
         return probe.stat().st_mtime - (self.path / "lease.json").stat().st_mtime
 
     def _refuse_living(self, lease: dict[str, Any]) -> None:
@@ -172,6 +172,7 @@ class RunDir:
     @contextmanager
     def _lock(self) -> Iterator[None]:
         """Keep other claimants out while the lease is read and written."""
+        # a file of its own: lease.json is replaced, and a lock on the old file would keep nobody out
         with open(self.path / ".lock", "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -181,7 +182,7 @@ class RunDir:
             # never refresh a lease that is somebody else's by now
             if self._lease().get("generation") != self.generation:
                 return
-            os.utime(self.path / "lease.json")
+            os.utime(self.path / "lease.json")  # only the time: a write could race with a claim
 
     # --- records ---
 
@@ -191,7 +192,7 @@ class RunDir:
 
     def write_status(self, **fields: Any) -> None:
         """Merge ``fields`` into ``status.json``; a field given as None is removed."""
-        merged = {**self.status(), **fields, "time": utc_now()}
+        merged = {**self.status(), **fields, "time": utc_now()}  # launcher and rank 0 each write their own fields
         present = {name: value for name, value in merged.items() if value is not None}
         atomic_write(self.path / "status.json", json.dumps(present, indent=2) + "\n")
 

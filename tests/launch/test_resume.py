@@ -45,6 +45,17 @@ def test_how_far_how_often_and_where_may_change(compose: Compose, begun: RunDir)
     assert {"train.steps", "train.log_every", "checkpoint.interval", "ac.mode", "pipeline.plugins.ac.mode"} <= keys
 
 
+def test_an_argument_of_a_plugin_follows_the_key_that_it_repeats(compose: Compose, begun: RunDir) -> None:
+    keys = changes(compose, begun, "compile.cache_dir=/x", "optim.master=split")
+    assert {"pipeline.plugins.async_tp.cache_dir", "pipeline.plugins.fsdp.master"} <= keys
+    with pytest.raises(ConfigError) as refused:
+        changes(compose, begun, "parallel.cp_method=ring")
+    assert [problem.key for problem in refused.value.problems] == ["parallel.cp_method"], "told once"
+    assert changes(compose, begun, "pipeline.plugins.fsdp.reuse_memory=true")
+    with pytest.raises(ConfigError, match="pipeline.plugins.cp.method"):
+        changes(compose, begun, "pipeline.plugins.cp.method=ring")
+
+
 @pytest.mark.parametrize("override", ["optim.lr=1", "run.seed=1", "model.dim=64", "run.name=other"])
 def test_mathematics_may_not(compose: Compose, begun: RunDir, override: str) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -29,6 +29,7 @@ def with_checkpoint_config(values: dict[str, Any]) -> dict[str, Any]:
         return values
     try:
         trained = yaml.safe_load((run_folder_of(runner["checkpoint"]) / "config.yaml").read_text(encoding="utf-8"))
+        # merged: a checkpoint of an older version lacks keys that were added since
         replaced = {group: {**values[group], **trained[group]} for group in ("model", "tokenizer")}
         replaced["train"] = values["train"] | {"seq_len": trained["train"]["seq_len"]}
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):

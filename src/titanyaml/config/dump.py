@@ -42,8 +42,7 @@ def to_dataclass(cfg: DictConfig) -> schema.Config:
 def to_yaml(cfg: DictConfig) -> str:
     """The text of config.yaml, of a composed tree without Hydra's own node.
 
-    Raises:
-        ConfigError: a value holds ``${`` as text, which would come alive when the file is read.
+    Raises ConfigError if a value holds ``${`` as text, which would come alive when the file is read.
     """
     tree = _plain(cfg)
     if problems := _live_text(tree):
@@ -84,6 +83,7 @@ def config_hash(config: schema.Config) -> str:
     """SHA-256 of the configuration without what does not change a result: run.id, run.dir, sweep.*, launch.*."""
     tree = {name: node for name, node in dataclasses.asdict(config).items() if name not in _NOT_IN_HASH}
     tree["run"] = {name: value for name, value in tree["run"].items() if name not in ("id", "dir")}
+    # sorted: where a key stands in the schema is no part of a run's identity
     return hashlib.sha256(json.dumps(_with_text_keys(tree), sort_keys=True).encode()).hexdigest()
 
 
@@ -94,11 +94,8 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, An
 
 
 def changes_since(path: Path, config: schema.Config) -> dict[str, tuple[Any, Any]]:
-    """How ``config`` differs from the config.yaml at ``path``; the run's own id and folder are no difference.
-
-    Raises:
-        ConfigError: the file cannot be read as a configuration of this version.
-    """
+    """How ``config`` differs from the config.yaml at ``path``, apart from run.id and run.dir; ConfigError if the file is no
+    configuration of this version."""
     try:
         old = load(path, run_id=config.run.id, run_dir=config.run.dir)
     except Exception as error:  # OmegaConf, PyYAML and the schema each have exceptions of their own

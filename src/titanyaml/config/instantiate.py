@@ -20,8 +20,7 @@ RESERVED = ("_stage_", "_after_", "_before_", "_requires_", "_conflicts_")
 def locate(target: str) -> Any:
     """The object at a dotted path; its module is imported.
 
-    Raises:
-        ConfigError: no such module, or the module has no such name. An import that fails by itself raises as it is.
+    Raises ConfigError if there is no such module or name in it. An import that fails by itself raises as it is.
     """
     parts = target.split(".")
     for length in range(len(parts) - 1, 0, -1):  # the longest path first: a submodule goes before its package's names

@@ -47,7 +47,7 @@ def _check_node(name: str, node: Any, key: str, *, is_section: bool) -> list[Pro
     if not isinstance(target, str) or not _DOTTED_PATH.fullmatch(target):
         allowed = "package.module.Class, or null for off"
         return [*problems, Problem(f"{key}._target_", f"is {target!r}", allowed=allowed)]
-    arguments = [argument for argument in node if not argument.startswith("_")]
+    arguments = [argument for argument in node if not argument.startswith("_")]  # those order the node
     return problems + check_target(target, key=key, arguments=arguments)
 
 

@@ -31,10 +31,9 @@ class _Source(NamedTuple):
 
 
 def check_target(target: str, *, key: str, arguments: Iterable[str] | None = None) -> list[Problem]:
-    """Problems of a target and of the names of its arguments.
+    """Problems of a target, a dotted path of a class or function, and of the names of its arguments.
 
     Args:
-        target: dotted path of a class or function.
         key: the node's key, e.g. ``pipeline.plugins.noise``.
         arguments: names; empty means "called without any", None that they are not known.
     """
@@ -109,20 +108,21 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
 
 def _parameters(definition: ast.ClassDef | ast.FunctionDef) -> dict[str, bool] | None:
     """Parameter name to whether it must be given; None if the source is no proof, or any name is taken."""
-    if definition.decorator_list:
+    if definition.decorator_list:  # it may change the signature
         return None
     if isinstance(definition, ast.FunctionDef):
         function, num_bound = definition, 0
     else:
         methods = {node.name: node for node in definition.body if isinstance(node, ast.FunctionDef)}
         if "__init__" not in methods:
+            # a base's constructor may be anywhere; a metaclass is a keyword
             inherits = definition.keywords or any(ast.unparse(base) != "object" for base in definition.bases)
             return None if inherits or "__new__" in methods else {}
         function, num_bound = methods["__init__"], 1  # self
         if "__new__" in methods or function.decorator_list or function.args.posonlyargs:
             return None
     arguments = function.args
-    if arguments.kwarg is not None:
+    if arguments.kwarg is not None:  # **kwargs: what it takes is decided inside
         return None
     positional = arguments.args[num_bound:]
     first_default = len(positional) - len(arguments.defaults)

@@ -79,8 +79,8 @@ class _TreeChecker:
         self.tree = CheckedTree()
         self.unresolved: list[tuple[Problem, list[str]]] = []  # with the keys that each refers to
 
-    def refuse(self, key: str, message: str, *, allowed: str = "", hint: str = "") -> Any:
-        self.tree.problems.append(Problem(key, message, allowed=allowed, hint=hint))
+    def refuse(self, key: str, message: str, *, allowed: str = "", hint: str = "", is_unread: bool = False) -> Any:
+        self.tree.problems.append(Problem(key, message, allowed=allowed, hint=hint, is_unread=is_unread))
         return self.mark_bad(key)
 
     def mark_bad(self, key: str) -> Any:
@@ -280,9 +280,6 @@ class _TreeChecker:
                 defaults = {name: key.default} | find_resets(keys, {**values, name: key.default}, [name])
                 set_back = " ".join(assign(f"{path}{unread}", value) for unread, value in defaults.items())
                 fixes = [set_back, *(f"{path}{sibling}={spell(reader)}" for reader in readers)]
-                self.refuse(
-                    f"{path}{name}",
-                    f"is {literal[name]!r}, but nothing reads it: {path}{sibling} is "
-                    f"{spell(values[sibling])}, not {' or '.join(map(spell, readers))}",
-                    hint=" or ".join(fixes),
-                )
+                condition = f"{path}{sibling} is {spell(values[sibling])}, not {' or '.join(map(spell, readers))}"
+                message = f"is {literal[name]!r}, but nothing reads it: {condition}"
+                self.refuse(f"{path}{name}", message, hint=" or ".join(fixes), is_unread=True)

@@ -36,11 +36,7 @@ def inside_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def hydra_arguments(arguments: list[str], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The command line of this rank for Hydra.
-
-    Raises:
-        LaunchError: a sweep.
-    """
+    """The command line of this rank for Hydra; LaunchError for a sweep."""
     if any(argument in ("-m", "--multirun") for argument in arguments):
         raise sweep_refusal()
     added = ["launch.kind=external"]
@@ -71,12 +67,9 @@ def refuse_without_torchrun(kind: str) -> None:
 
 
 def run(request: RequestedRun) -> float | None:
-    """Run as one rank of the group.
+    """Run as one rank of the group; the metric, if there is one.
 
     A failure ends the process here, with the exit code that it means (torchrun itself exits with 1).
-
-    Returns:
-        The metric; on rank 0 of a run that was finished before, the recorded one.
     """
     number = int(os.environ["RANK"])
     rank.configure_logging(number)

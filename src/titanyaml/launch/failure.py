@@ -84,4 +84,4 @@ def clear(run_dir: Path) -> None:
 
 def earliest(failures: list[Failure]) -> Failure:
     """The cause: the first in time that is not itself the loss of a peer."""
-    return min(failures, key=lambda failure: (failure.lost_peer, failure.time))
+    return min(failures, key=lambda failure: (failure.lost_peer, failure.time))  # False is before True

@@ -41,12 +41,8 @@ class RequestedRun:
 
 @dataclass(frozen=True)
 class ClaimedRun:
-    """A configuration in its run directory, which this process owns.
-
-    Args:
-        config: with the run's identity and folder. text: of config.yaml.
-        is_finished: an earlier attempt has done it all; nothing is to be run, and the claim is given back.
-    """
+    """A configuration in its run directory, which this process owns. text: of config.yaml. is_finished: an earlier
+    attempt has done it all; nothing is to be run, and the claim is given back."""
 
     config: Config
     run: RunDir
@@ -106,11 +102,7 @@ def _write_started(run: RunDir, config: Config, *, ranks: int | None, global_bat
 
 
 def run_local(request: RequestedRun) -> tuple[ClaimedRun, Outcome | None]:
-    """Run on ranks of this machine; no outcome if the run was finished before.
-
-    Raises:
-        ConfigError, LaunchError: the job was not started.
-    """
+    """Run on ranks of this machine; no outcome if the run was finished before."""
     ranks = count_ranks(request.config)
     assert ranks is not None, "only torchrun's ranks cannot be counted before they start"
     local.check_devices(ranks)  # before the folder is claimed: a refused job leaves no files
@@ -140,7 +132,7 @@ def record_refusal(folder: Path, error: TitanError, choices: UserChoices) -> Non
             run.event("refused", str(error))  # its results are still good
             return
         _write_choices(run, choices)
-        run.write_status(started=run.status().get("started", utc_now()))
+        run.write_status(started=run.status().get("started", utc_now()))  # rows of the sweep's table are in this order
         record_failure(run, failure.of_exception(error, rank=0))
     finally:
         run.release()

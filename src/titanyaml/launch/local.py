@@ -37,12 +37,8 @@ _ORDERLY = (EXIT_DONE, EXIT_PREEMPTED)  # a rank that exits with these has recor
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group of ranks ended.
-
-    Args:
-        state: done, preempted, stopped (by a signal, before it could save) or failed.
-        failure: the cause of ``failed``. signal: the name of the signal that this process received meanwhile.
-    """
+    """How a group of ranks ended. state: done, preempted, stopped (by a signal, before it could save) or failed.
+    failure: the cause of ``failed``. signal: the name of the signal that this process received meanwhile."""
 
     exit_code: int
     state: str
@@ -53,12 +49,10 @@ class Outcome:
 def launch(run: RunDir, *, run_id: str, nproc: int, launch: schema.Launch) -> Outcome:
     """Run ``nproc`` ranks over the config.yaml in ``run`` (claimed by this process) and wait for their end.
 
-    SIGTERM or SIGINT asks the ranks to stop and gives them ``launch.shutdown_grace_s``; a second one kills them.
-
-    Raises LaunchError if there are more ranks than this machine has GPUs.
+    SIGTERM or SIGINT asks the ranks to stop and gives them ``launch.shutdown_grace_s``; a Ctrl-C after it kills them.
     """
     check_devices(nproc)
-    failure.clear(run.path)
+    failure.clear(run.path)  # of an earlier attempt in the same folder
     with free_port() as port, _catch_stop_signals() as signals:
         group = _Group(run, run_id=run_id, nproc=nproc, port=port)
         try:
@@ -126,6 +120,7 @@ def free_port() -> Iterator[int]:
 def rank_environment(rank: int, *, nproc: int, port: int) -> dict[str, str]:
     """The environment of one rank: the user's own, and what torch.distributed reads."""
     env = dict(os.environ)
+    # torch would start a thread a core in every rank
     env.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // nproc)))
     # threads that wait spin by default: on cores shared with other programs a step then took 4 to 7 times as long
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -178,10 +173,10 @@ class _Group:
             codes = [self.processes[rank].returncode for rank in self.ended]
             if signals.name and not signal_sent:
                 signal_sent = True
-                self._signal(signal.SIGTERM)
+                self._signal(signal.SIGTERM)  # for SIGINT too: ranks treat both alike
                 deadline = min(deadline, time.monotonic() + grace_s)
             if signals.insisted:
-                deadline = 0.0
+                deadline = 0.0  # now
             if any(code not in _ORDERLY for code in codes):
                 deadline = min(deadline, time.monotonic() + PEER_GRACE_S)
             elif EXIT_PREEMPTED in codes:  # its peers save as well
@@ -194,7 +189,7 @@ class _Group:
     def _note_ended(self) -> None:
         for rank, process in enumerate(self.processes):
             if rank not in self.ended and _has_ended(process):
-                self.ended[rank] = time.time()
+                self.ended[rank] = time.time()  # wall clock, to be compared with what other ranks recorded
                 # kill what it started and left behind; its process id is not reused before it is waited for
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

@@ -123,10 +123,7 @@ def configure_logging(rank: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when ``parent`` ends, however it ends.
-
-    Where the kernel cannot (not Linux), a thread watches the parent.
-    """
+    """Have the kernel kill this process when ``parent`` ends, however it ends; if it cannot, a thread watches."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl: there will be no signal

@@ -15,9 +15,7 @@ def prepare(arguments: list[str]) -> tuple[list[str], bool]:
     """Reorder the command line for Hydra: (flags first, then overrides, with ``--config-path`` absolute; is it help).
 
     Hydra 1.3 stops reading overrides at the first flag after one, and takes a relative path as inside the package.
-
-    Raises:
-        ConfigError: an unknown flag, or a flag without its value.
+    Raises ConfigError for an unknown flag, or a flag without its value.
     """
     parser = flag_parser()
 

@@ -37,7 +37,7 @@ _RELEASE_LINES = tuple(version.rpartition(".")[0] + "." for version in TRIED_HYD
 _load_configuration = ConfigLoaderImpl.load_configuration
 _load_sweep_config = ConfigLoaderImpl.load_sweep_config
 _refused: dict[tuple[str, ...], list[Problem]] = {}
-_composing_job = False
+_composing_job = False  # a job of a sweep is composed in RunMode.RUN too
 
 #: ``hydra.sweeper._target_`` of a search.
 SEARCH = "hydra_plugins.titan_search.TitanSearch"
@@ -122,11 +122,11 @@ def _checked_load_sweep_config(
     finally:
         _composing_job = False
     # the launcher needs a configuration to get as far as the task function, which then fails in the job's own folder
-    stand_in = copy.deepcopy(master_config)
+    stand_in = copy.deepcopy(master_config)  # shared by all jobs
     with open_dict(stand_in):
         stand_in.hydra.overrides.task = list(sweep_overrides)
         stand_in.hydra.job.override_dirname = ",".join(job_key)
-    OmegaConf.copy_cache(from_config=master_config, to_config=stand_in)
+    OmegaConf.copy_cache(from_config=master_config, to_config=stand_in)  # ${now:...} is the same for all jobs
     return stand_in
 
 
@@ -192,6 +192,7 @@ def _run_mode(multirun: bool) -> RunMode:
 def _untyped_schema() -> Iterator[None]:
     entry = ConfigStore.instance().repo[f"{store.SCHEMA_NAME}.yaml"]
     typed = entry.node
+    # merged into typed nodes, the first value of a wrong type would end the composition
     entry.node = OmegaConf.create(OmegaConf.to_container(typed, resolve=False))
     try:
         yield

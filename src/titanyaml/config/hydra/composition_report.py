@@ -38,12 +38,8 @@ EXPERIMENT_FORM = (
 
 @dataclass(frozen=True)
 class CompositionReport:
-    """The result of a composition.
-
-    Args:
-        cfg: with Hydra's own node; typed and converted if there are no problems; None if nothing composes.
-        problems: everything wrong, each with the file and line or the override that holds the value.
-    """
+    """cfg: with Hydra's own node; typed and converted if there are no problems; None if nothing composes.
+    problems: everything wrong, each with the file and line or the override that holds the value."""
 
     cfg: DictConfig | None
     problems: list[Problem]
@@ -58,7 +54,6 @@ def compose_report(overrides: list[str], *, loader: Loader, multirun: bool = Fal
     """Compose leniently and check everything.
 
     Args:
-        overrides: of the command line.
         multirun: the common part of a sweep: problems that single jobs can have are left to the jobs.
     """
     overrides, problems = _use_search_path(loader, overrides)
@@ -73,16 +68,12 @@ def compose_report(overrides: list[str], *, loader: Loader, multirun: bool = Fal
     if multirun:
         params = OmegaConf.select(cfg, "hydra.sweeper.params") or OmegaConf.create({})
         problems += check_swept_keys(cast(dict[str, Any], OmegaConf.to_container(params)), loader=loader)
-    elif "experiment" not in result.doubtful:
+    elif "experiment" not in result.doubtful:  # without its file the tree is not the one that was meant
         # the file of a device sets its links too
         unknown = result.doubtful | ({"cluster"} if "hardware" in result.doubtful else set())
         problems += check_rules(_without(tree.values, unknown))
-        problems = [
-            _with_final_fixes(problem, cfg, unknown, problems)
-            if "but nothing reads it: " in problem.message
-            else problem
-            for problem in problems
-        ]
+        reported = problems
+        problems = [_with_final_fixes(p, cfg, unknown, reported) if p.is_unread else p for p in reported]
     if problems:
         # two checks may find the same problem
         return CompositionReport(cfg, list(dict.fromkeys(_located(problems, loader, result, multirun=multirun))))
@@ -109,7 +100,7 @@ def _use_search_path(loader: Loader, overrides: list[str]) -> tuple[list[str], l
 
 def _compose(loader: Loader, result: SortedOverrides, problems: list[Problem], *, multirun: bool) -> DictConfig | None:
     """Compose what is left; an override that Hydra refuses is reported and dropped, then the rest is tried."""
-    while True:
+    while True:  # each pass drops an override
         try:
             return loader.compose(result.composable, multirun=multirun)
         except _USER_ERRORS as error:
@@ -194,14 +185,11 @@ def _without(values: dict[str, Any], keys: set[str], prefix: str = "") -> dict[s
 
 
 def _with_final_fixes(problem: Problem, cfg: DictConfig, unknown: set[str], reported: list[Problem]) -> Problem:
-    """The problem of an unread key, with only those fixes in its hint that lead to no other problem.
-
-    The first fix, which sets the key back to its default, stays in any case.
-    """
-    reset, *fixes = problem.hint.split(" or ")
+    """The problem of an unread key, with only those fixes in its hint that lead to no other problem."""
+    first, *alternatives = problem.hint.split(" or ")
     plain = OmegaConf.to_container(without_hydra(cfg))
     # problems of other keys are reported anyway; those of this key must end with the fix
-    elsewhere = {(other.key, other.message) for other in reported if other.key != problem.key}
+    elsewhere = {(p.key, p.message) for p in reported if p.key != problem.key}
 
     def is_final(fix: str) -> bool:
         changed = OmegaConf.create(plain)
@@ -212,9 +200,10 @@ def _with_final_fixes(problem: Problem, cfg: DictConfig, unknown: set[str], repo
             OmegaConf.update(changed, key, yaml.safe_load(value))
         tree = check_tree(cast(DictConfig, changed))
         remaining = [*tree.problems, *check_rules(_without(tree.values, unknown))]
-        return all((other.key, other.message) in elsewhere for other in remaining)
+        return all((p.key, p.message) in elsewhere for p in remaining)
 
-    return dataclasses.replace(problem, hint=" or ".join([reset, *filter(is_final, fixes)]))
+    # the first stays in any case: a problem without a way out helps nobody
+    return dataclasses.replace(problem, hint=" or ".join([first, *filter(is_final, alternatives)]))
 
 
 def _located(problems: list[Problem], loader: Loader, result: SortedOverrides, *, multirun: bool) -> list[Problem]:
@@ -230,6 +219,7 @@ def _typed(cfg: DictConfig, tree: CheckedTree) -> DictConfig:
     typed = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(schema.Config), tree.literal))
     with flag_override(typed, ["struct", "no_deepcopy_set_nodes"], [False, True]):
         typed["hydra"] = cfg.hydra
+    # as Hydra's own loader leaves them: an unknown key raises, and Hydra can write into its node
     OmegaConf.set_struct(typed, True)
     OmegaConf.set_readonly(typed.hydra, False)
     return typed

@@ -51,11 +51,7 @@ class SortedOverrides:
 
 
 def sort_overrides(overrides: list[str], *, loader: Loader, multirun: bool) -> SortedOverrides:
-    """Sort out overrides that cannot be composed, each with its own problem.
-
-    Args:
-        multirun: values such as ``a,b`` are legal.
-    """
+    """Sort out overrides that cannot be composed, each with its own problem. multirun: ``a,b`` is legal."""
     result = SortedOverrides()
     for text in overrides:
         try:
@@ -112,6 +108,7 @@ def _check_override(override: Override, loader: Loader, *, multirun: bool) -> Pr
 def _sweep_without_multirun(override: Override) -> Problem:
     key, value = override.get_key_element(), _value_text(override)
     schema_key = find_key(override.key_or_group)
+    # in brackets or quotes a comma is part of one value; range(1,3) is a sweep in any case
     kind = schema_key.kind if schema_key is not None and "(" not in value else None
     fixes = [f"-m {key}={value}"]
     if kind in (list[str], dict[str, Any]):
@@ -127,7 +124,7 @@ def _check_group(override: Override, loader: Loader) -> Problem | None:
     if override.is_sweep_override() or override.package is not None or override.is_delete():
         return None  # Hydra's own messages are good enough
     value: Any = override.value()
-    if override.is_force_add():
+    if override.is_force_add():  # Hydra refuses it too, without saying what to type
         return Problem(group, f"{override.input_line!r}: ++ is for keys", hint=f"{group}={spell(value)}")
     if isinstance(value, list) and group != "plugin":
         hint = f"{group}={value[0]}" if value else ""
@@ -148,7 +145,7 @@ def _check_option(group: str, option: Any, loader: Loader) -> Problem | None:
         return Problem(group, message, hint=f"{group}={bare}")
     if loader.has_option(group, option):
         return None
-    if file := loader.wrong_ending(group, option):
+    if file := loader.wrong_ending(group, option):  # Hydra looks for .yaml alone
         return Problem(group, f"{file} is not found because of its ending", hint=f"rename it to {option}.yaml")
     allowed = ", ".join(options) or "none is there"
     suggestion = next(iter(nearest(option, options)), "")
@@ -176,7 +173,7 @@ def _check_key(override: Override, loader: Loader) -> Problem | None:
     if override.is_delete():
         hint = "" if key.is_section else f"{name}={spell(key.default)}"
         return Problem(name, f"{text!r}: no key can be removed", hint=hint)
-    parent = find_key(name.rpartition(".")[0])
+    parent = find_key(name.rpartition(".")[0])  # a null section has no keys yet: there + is right
     if override.is_add() and not key.is_section and not (parent and parent.optional):
         return Problem(name, f"{text!r}: the key exists, + is for new ones", hint=f"{name}={value}")
     return None

@@ -23,7 +23,7 @@ ENTRY_POINT_GROUP = "titanyaml.conf"
 
 #: What ``parallel=<tab>``, ``--help`` and ``parallel=glob(*)`` list: names that compose and run.
 _COMMON_MESHES = ("cp2", "ddp2", "fsdp2", "fsdp2_tp2", "fsdp4", "fsdp8", "hsdp2x2", "hsdp2x4", "tp2")
-_COMPLETED_SIZES = (2, 4, 8, 16, 32, 64)
+_COMPLETED_SIZES = (2, 4, 8, 16, 32, 64)  # for completion alone: any number composes
 
 
 class MeshSource(ConfigSource):
@@ -142,5 +142,6 @@ class TitanSearchPath(SearchPathPlugin):
             search_path.append(provider="titanyaml", path=f"pkg://{CONF_PACKAGE}")
         search_path.append(provider="titanyaml-mesh", path="mesh://parallel")
         search_path.append(provider="titanyaml-experiments", path=f"experiments://{EXPERIMENTS_PACKAGE}")
+        # sorted: the order of installation must not decide between two packages' options of one name
         for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
             search_path.append(provider=point.name, path=f"pkg://{point.value}")

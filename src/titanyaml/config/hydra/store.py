@@ -15,10 +15,7 @@ SCHEMA_NAME = "config_schema"
 
 
 def register(*sweepers: type[Sweeper]) -> None:
-    """Register everything that composing needs, and these sweepers; may be called any number of times.
-
-    Call it before ``hydra.main`` or ``hydra.initialize`` runs.
-    """
+    """Register everything that composing needs, and these sweepers, before Hydra runs; idempotent."""
     # Hydra deep-copies its repository, the store in it, for every option that --help looks up (1.6 s instead of
     # 0.5 s). ``ConfigStore.load`` copies what it hands out, so that one shared store is enough.
     ConfigStore.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]  # deepcopy looks it up
