@@ -26,12 +26,12 @@ COLOURS = {
 def timeline(kind: ScheduleKind) -> Timeline:
     """The schedule on RANKS ranks with MICROBATCHES microbatches and the fewest stages."""
     stages = kind.min_stages * RANKS
-    placed = stage_owners(kind.placement, ranks=RANKS, stages=stages)
-    return simulate(schedule_orders(kind.name, owners=placed, microbatches=MICROBATCHES), stages=stages)
+    owners = stage_owners(kind.placement, ranks=RANKS, stages=stages)
+    return simulate(schedule_orders(kind.name, owners=owners, microbatches=MICROBATCHES), stages=stages)
 
 
 def picture(kind: ScheduleKind) -> str:
-    """An SVG: a lane a rank, time to the right, in each box the microbatch."""
+    """An SVG: a lane per rank, time to the right, the microbatch in each box."""
     times = timeline(kind)
     width, height = LEFT + round(times.length * UNIT) + 6, TOP + RANKS * LANE + 4
     lines = [
@@ -43,7 +43,7 @@ def picture(kind: ScheduleKind) -> str:
         y = TOP + rank * LANE
         lines.append(f'<text x="4" y="{y + 14}">rank {rank}</text>')
         first = min(span.action.stage for span in spans)
-        for span in spans:
+        for span in spans:  # the rank's first stage is the lighter one
             x, length = LEFT + round(span.start * UNIT), round((span.end - span.start) * UNIT)
             colour = COLOURS[span.action.kind][span.action.stage != first]
             lines.append(
@@ -63,10 +63,12 @@ def section() -> str:
     for name, kind in SCHEDULE_KINDS.items():
         times = timeline(kind)
         stages = f"{kind.min_stages}" + ("" if kind.max_stages else " or more")
-        fewest = {RANKS: "ranks", 2 * RANKS - 1: "2 ranks - 1", 2 * RANKS: "2 ranks"}[kind.min_microbatches(RANKS)]
+        microbatches = {RANKS: "ranks", 2 * RANKS - 1: "2 ranks - 1", 2 * RANKS: "2 ranks"}[
+            kind.min_microbatches(RANKS)
+        ]
         parts = "in two parts" if kind.splits_backward else "whole"
         rows.append(
-            f"| `{name}` | {stages}{', V' if kind.placement == 'v' else ''} | {parts} | {fewest}"
+            f"| `{name}` | {stages}{', V' if kind.placement == 'v' else ''} | {parts} | {microbatches}"
             f"{', whole rounds' if kind.needs_whole_rounds else ''} | {times.bubble:.1%} | "
             f"{times.max_in_flight / kind.min_stages:g} |"
         )
@@ -76,9 +78,9 @@ def section() -> str:
 
 def page(text: str) -> str:
     """The page with a fresh section."""
-    head, _, rest = text.partition(BEGIN)
-    assert rest, f"{PAGE.name} has lost the line {BEGIN!r}"
-    return f"{head}{BEGIN}\n{section()}\n{END}{rest.partition(END)[2]}"
+    head, _, tail = text.partition(BEGIN)
+    assert tail, f"{PAGE.name} has lost the line {BEGIN!r}"
+    return f"{head}{BEGIN}\n{section()}\n{END}{tail.partition(END)[2]}"
 
 
 def images() -> dict[str, str]:

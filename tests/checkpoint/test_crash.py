@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*args: str) -> list[dict]:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.crash", *args],
         cwd=ROOT,
         capture_output=True,
@@ -20,8 +20,8 @@ def run(*args: str) -> list[dict]:
         timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0 and "child failed" not in done.stderr, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert result.returncode == 0 and "child failed" not in result.stderr, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def assert_whole(life: dict) -> None:

@@ -33,21 +33,24 @@ def opened(write_lines: Callable, files_spec: Callable, tmp_path: Path):
 
 
 def test_tokens_are_the_documents_each_with_its_end(opened: Callable, texts: list[str]) -> None:
-    made = opened(texts)
-    assert made.tokens.dtype == np.uint16
-    assert made.tokens.tolist() == [token for text in texts for token in [*text.encode(), 257]]
-    assert len(made.bounds) == len(texts) + 1
+    tokenised = opened(texts)
+    assert tokenised.tokens.dtype == np.uint16
+    assert tokenised.tokens.tolist() == [token for text in texts for token in [*text.encode(), 257]]
+    assert len(tokenised.bounds) == len(texts) + 1
     for number, text in enumerate(texts):
-        assert bytes(made.tokens[made.bounds[number] : made.bounds[number + 1] - 1].tolist()).decode() == text
-    assert made.max_id == 257 and made.max_id_document.endswith("corpus.jsonl:1")
+        assert (
+            bytes(tokenised.tokens[tokenised.bounds[number] : tokenised.bounds[number + 1] - 1].tolist()).decode()
+            == text
+        )
+    assert tokenised.max_id == 257 and tokenised.max_id_document.endswith("corpus.jsonl:1")
 
 
 def test_batches_change_nothing(opened: Callable, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = opened(texts).tokens.tolist()
+    in_one_batch = opened(texts).tokens.tolist()
     monkeypatch.setattr(corpus, "_BATCH_CHARACTERS", 30)
     monkeypatch.setattr(corpus, "_BATCH_DOCUMENTS", 3)
     monkeypatch.setattr(corpus, "_VERSION", "of this test")
-    assert opened(texts).tokens.tolist() == whole
+    assert opened(texts).tokens.tolist() == in_one_batch
 
 
 def test_it_is_encoded_once_for_each_content_and_tokenizer(opened: Callable) -> None:
@@ -56,18 +59,18 @@ def test_it_is_encoded_once_for_each_content_and_tokenizer(opened: Callable) -> 
     assert opened(["a", "b"], tokenizer).key == first.key
     assert tokenizer.encoded == 2
     assert opened(["a", "c"], tokenizer).key != first.key
-    other = CountingTokenizer()
-    other.fingerprint = "other"
-    assert opened(["a", "b"], other).key != first.key
-    assert other.encoded == 2
+    second_tokenizer = CountingTokenizer()
+    second_tokenizer.fingerprint = "other"
+    assert opened(["a", "b"], second_tokenizer).key != first.key
+    assert second_tokenizer.encoded == 2
 
 
 def test_a_large_vocabulary_takes_four_bytes(opened: Callable) -> None:
     class Large(ByteTokenizer):
         vocab_size, eos_id, fingerprint = 70_001, 70_000, "large"
 
-    made = opened(["ab"], Large())
-    assert made.tokens.dtype == np.uint32 and made.tokens.tolist() == [97, 98, 70_000]
+    tokenised = opened(["ab"], Large())
+    assert tokenised.tokens.dtype == np.uint32 and tokenised.tokens.tolist() == [97, 98, 70_000]
 
 
 def test_a_tokenizer_that_breaks_its_word_is_refused(opened: Callable) -> None:
@@ -87,16 +90,16 @@ def test_a_corpus_without_text_is_an_error(opened: Callable, tmp_path: Path) -> 
 def test_a_damaged_corpus_is_an_error(opened: Callable, tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "corpora" / opened(["abc"]).key
     for name, content in (("tokens.bin", b"x"), ("bounds.npy", b"x"), ("meta.json", b"{")):
-        kept = (folder / name).read_bytes()
+        intact = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
         with pytest.raises(DataError, match="is damaged") as caught:
             opened(["abc"])
         assert str(folder) in caught.value.hint
-        (folder / name).write_bytes(kept)
+        (folder / name).write_bytes(intact)
     assert opened(["abc"]).tokens.tolist() == [97, 98, 99, 257]
 
 
-def test_a_killed_builder_leaves_nothing_half(opened: Callable, tmp_path: Path) -> None:
+def test_a_killed_builder_leaves_no_partial_corpus(opened: Callable, tmp_path: Path) -> None:
     first = opened(["abc", "def"])
     folder = tmp_path / "cache" / "corpora" / first.key
     saved = folder.rename(tmp_path / "saved")
@@ -120,8 +123,8 @@ def test_a_killed_builder_leaves_nothing_half(opened: Callable, tmp_path: Path) 
     arguments = [str(tmp_path / "corpus.jsonl"), str(tmp_path / "cache")]
     assert subprocess.run([sys.executable, "-c", code, *arguments]).returncode == -signal.SIGKILL
     assert not folder.exists() and list(folder.parent.glob(f".{first.key}.tmp-*/tokens.bin"))
-    again = opened(["abc", "def"])
-    assert again.key == first.key and not list(folder.parent.glob(".*tmp-*"))
+    rebuilt = opened(["abc", "def"])
+    assert rebuilt.key == first.key and not list(folder.parent.glob(".*tmp-*"))
     for name in ("tokens.bin", "bounds.npy", "meta.json", "manifest.json"):
         assert (folder / name).read_bytes() == (saved / name).read_bytes()
 

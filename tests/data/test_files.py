@@ -25,8 +25,8 @@ def test_find_takes_files_folders_and_globs_in_order_and_once(
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("x")
     with caplog.at_level(logging.INFO, "titanyaml"):
-        found = files.find(["*.log", "d", "d/b.txt"])
-    assert [path.as_posix() for path in found] == ["z.log", "d/b.txt", "d/deep/a.jsonl"]
+        paths = files.find(["*.log", "d", "d/b.txt"])
+    assert [path.as_posix() for path in paths] == ["z.log", "d/b.txt", "d/deep/a.jsonl"]
     assert "2 other files are not read (1 .png, 1 no suffix)" in caplog.text
     assert [path.as_posix() for path in files.find(["d/**/*.jsonl"])] == ["d/deep/a.jsonl"]
     for wrong in ("missing.txt", "*.missing", "missing/"):
@@ -95,12 +95,12 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_found_without_packages_and_in_one_order() -> None:
-    found = files.stdlib_files()
-    assert len(found) > 500
-    assert found == files.stdlib_files() != sorted(found)
-    assert not [path for path in found if "site-packages" in path.parts]
-    names = [document.name for document in files.read_stdlib(found[:20])]
-    assert names == [str(path) for path in found[:20]]
+    paths = files.stdlib_files()
+    assert len(paths) > 500
+    assert paths == files.stdlib_files() != sorted(paths)
+    assert not [path for path in paths if "site-packages" in path.parts]
+    names = [document.name for document in files.read_stdlib(paths[:20])]
+    assert names == [str(path) for path in paths[:20]]
 
 
 def test_sources_are_decoded_as_they_declare_and_broken_ones_named(

@@ -58,15 +58,15 @@ def test_validation_held_out_of_the_split(hf_spec: Callable, texts: list[str]) -
 
 
 def test_a_stream_is_the_dataset_in_order_and_resumes_by_row(hf_spec: Callable) -> None:
-    whole = build(hf_spec(validation_fraction=0.1))
+    packed = build(hf_spec(validation_fraction=0.1))
     streamed = build(hf_spec(validation_fraction=0.1, streaming=True, shuffle=False))
-    count = 2 * len(whole)
-    given = list(itertools.islice(streamed.samples(Cursor()), count))
-    for number, (sample, _) in enumerate(given):
-        assert np.array_equal(sample.tokens, whole[number % len(whole)].tokens)
+    count = 2 * len(packed)
+    samples = list(itertools.islice(streamed.samples(Cursor()), count))
+    for number, (sample, _) in enumerate(samples):
+        assert np.array_equal(sample.tokens, packed[number % len(packed)].tokens)
     for number in range(0, count - 1, 4):
-        sample, after = next(streamed.samples(given[number][1]))
-        assert np.array_equal(sample.labels, given[number + 1][0].labels) and after == given[number + 1][1]
+        sample, after = next(streamed.samples(samples[number][1]))
+        assert np.array_equal(sample.labels, samples[number + 1][0].labels) and after == samples[number + 1][1]
 
 
 def test_a_cached_corpus_needs_no_dataset_and_new_content_is_noticed(
@@ -83,9 +83,9 @@ def test_a_cached_corpus_needs_no_dataset_and_new_content_is_noticed(
 def test_a_dataset_saved_to_disk(tmp_path: Path, hf_spec: Callable, texts: list[str]) -> None:
     import datasets
 
-    one = datasets.Dataset.from_dict({"body": texts})
-    one.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict({"train": one, "dev": one.select(range(5))}).save_to_disk(str(tmp_path / "two"))
+    dataset = datasets.Dataset.from_dict({"body": texts})
+    dataset.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": dataset, "dev": dataset.select(range(5))}).save_to_disk(str(tmp_path / "two"))
     assert list(data.documents(hf_spec(dataset=str(tmp_path / "one"), validation_fraction=0.0), "train")) == texts
     two = hf_spec(dataset=str(tmp_path / "two"), validation_split="dev", streaming=True)
     assert list(data.documents(two, "train")) == texts

@@ -57,7 +57,7 @@ def test_resume_at_any_step_equals_the_uninterrupted_run(
 ) -> None:
     dataset = packed() if source == "windows" else stream()
     total = 26  # 87 samples an epoch: two and a half epochs of steps that straddle their ends
-    whole = [rows(step) for step in steps(dataset, total)]
+    uninterrupted = [rows(step) for step in steps(dataset, total)]
     for stop in range(0, total, 3):
         with Batches(dataset, **SIZES, prefetch=prefetch) as batches:
             for _ in range(stop):
@@ -65,18 +65,18 @@ def test_resume_at_any_step_equals_the_uninterrupted_run(
             assert batches.position == 8 * stop
             saved = json.loads(json.dumps(batches.state()))
         resumed = steps(dataset, total - stop, state=saved, data_degree=1, prefetch=prefetch)
-        assert [rows(step) for step in resumed] == whole[stop:]
+        assert [rows(step) for step in resumed] == uninterrupted[stop:]
 
 
 def test_resume_on_another_mesh(packed: Callable) -> None:
     dataset = packed()
-    whole = ids(steps(dataset, 10))
+    uninterrupted = ids(steps(dataset, 10))
     with Batches(dataset, **SIZES) as batches:
         for _ in range(4):
             next(batches)
         state = batches.state()
     parts = [ids(steps(dataset, 6, state=state, data_rank=r, data_degree=2, local_batch=4)) for r in range(2)]
-    assert [a + b for a, b in zip(*parts, strict=True)] == whole[4:]
+    assert [a + b for a, b in zip(*parts, strict=True)] == uninterrupted[4:]
 
 
 def test_a_position_alone_is_enough(packed: Callable, stream: Callable, caplog) -> None:
@@ -101,9 +101,9 @@ def test_every_token_is_a_label_once_an_epoch(packed: Callable) -> None:
     dataset = packed()
     batches = steps(dataset, len(dataset), global_batch=1, local_batch=1)
     labels = torch.cat([step[0].labels_BS.flatten() for step in batches])
-    whole = torch.cat([torch.from_numpy(dataset[i].labels) for i in range(len(dataset))])
+    all_labels = torch.cat([torch.from_numpy(dataset[i].labels) for i in range(len(dataset))])
     assert int((labels != IGNORED).sum()) == dataset.num_tokens - 1
-    assert Counter(labels.tolist()) == Counter(whole.tolist())
+    assert Counter(labels.tolist()) == Counter(all_labels.tolist())
 
 
 def test_the_seed_changes_the_order() -> None:
@@ -220,12 +220,12 @@ def test_validation_counts_each_label_once_with_equal_forwards(
     runs = [validation(dataset, batches=batches, data_rank=rank, data_degree=degree) for rank in range(degree)]
     assert len({tuple(len(step) for step in run) for run in runs}) == 1
     assert {batch.tokens_BS.shape for run in runs for step in run for batch in step} == {(2, 17)}
-    seen = [row for run in runs for step in run for row in rows(step)]
-    real = sorted(row for row in seen if row[0] >= 0)
+    all_rows = [row for run in runs for step in run for row in rows(step)]
+    real = sorted(row for row in all_rows if row[0] >= 0)
     assert [row[0] for row in real] == list(range(min(8 * batches, len(windows))))
     for index, tokens, labels in real:
         assert tokens == tuple(windows[index].tokens) and labels == tuple(windows[index].labels)
-    padding = [row for row in seen if row[0] < 0]
+    padding = [row for row in all_rows if row[0] < 0]
     assert all(set(labels) == {IGNORED} for _, _, labels in padding)
     assert len(padding) < 2 * degree  # no forward in which every rank only pads
 

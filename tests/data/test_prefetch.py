@@ -32,13 +32,13 @@ def test_items_come_in_order_and_end() -> None:
 
 
 def test_it_runs_ahead_but_not_further_than_its_depth() -> None:
-    made = []
-    ahead = Prefetcher((made.append(number) or number for number in itertools.count()), 3)
-    assert wait_for(lambda: len(made) == 4)  # three in the queue, one waiting to go in
+    produced = []
+    ahead = Prefetcher((produced.append(number) or number for number in itertools.count()), 3)
+    assert wait_for(lambda: len(produced) == 4)  # three in the queue, one waiting to go in
     time.sleep(0.2)
-    assert len(made) == 4
+    assert len(produced) == 4
     assert next(ahead) == 0
-    assert wait_for(lambda: len(made) == 5)
+    assert wait_for(lambda: len(produced) == 5)
     ahead.close()
 
 

@@ -23,8 +23,8 @@ def test_documents_are_split_as_the_tokens_are(
     spec = files_spec(write_lines([f"text {i}" for i in range(number)]), validation_fraction=fraction)
     for split in ("train", "validation"):
         expected = {f"text {index}" for index in split_documents(number, fraction, split)}
-        given = list(data.documents(spec, split))
-        assert set(given) == expected and len(given) == len(expected)
+        split_texts = list(data.documents(spec, split))
+        assert set(split_texts) == expected and len(split_texts) == len(expected)
 
 
 def test_empty_documents_have_no_index(

@@ -34,12 +34,14 @@ def test_a_stream_gives_the_windows_of_the_corpus(
 def test_every_cursor_goes_on_exactly(stream: Callable, seq_len: int, fraction: float | None) -> None:
     streamed = stream(seq_len=seq_len, fraction=fraction)
     count = 60 if seq_len < 64 else 45
-    whole = list(itertools.islice(streamed.samples(Cursor()), count))
+    uninterrupted = list(itertools.islice(streamed.samples(Cursor()), count))
     for number in range(0, count - 3, 1 if seq_len == 64 else 5):
-        cursor = Cursor(*list(whole[number][1]))
+        cursor = Cursor(*list(uninterrupted[number][1]))
         stream.opened.clear()
         for offset, (sample, after) in enumerate(itertools.islice(streamed.samples(cursor), 3)):
-            assert same(sample, whole[number + 1 + offset][0]) and after == whole[number + 1 + offset][1]
+            assert (
+                same(sample, uninterrupted[number + 1 + offset][0]) and after == uninterrupted[number + 1 + offset][1]
+            )
         assert stream.opened[0] == cursor.row  # rows before it are not read
 
 

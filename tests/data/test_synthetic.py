@@ -15,8 +15,8 @@ def make(seed: int = 0, split: str = "train") -> SyntheticData:
 def test_tokens_depend_on_seed_split_and_index_only() -> None:
     first = make()[5]
     assert np.array_equal(first.tokens, make()[5].tokens)
-    for other in (make()[6], make(seed=1)[5], make(split="validation")[5]):
-        assert not np.array_equal(first.tokens, other.tokens)
+    for sample in (make()[6], make(seed=1)[5], make(split="validation")[5]):
+        assert not np.array_equal(first.tokens, sample.tokens)
     # written down: no version of numpy may change them
     assert first.tokens[:6].tolist() == [24, 0, 48, 11, 47, 35]
 

@@ -52,8 +52,8 @@ def test_a_vocabulary_is_trained_on_training_documents_only(write_lines: Callabl
     tokenizer = data.build_tokenizer(schema.Tokenizer(kind="sentencepiece", vocab_size=300), spec)
     assert len(tokenizer.encode("zqzqzqzq")) == 8
     assert len(tokenizer.encode("common")) < 6
-    again = data.build_tokenizer(schema.Tokenizer(kind="sentencepiece", vocab_size=300), spec)
-    assert again.fingerprint == tokenizer.fingerprint
+    cached = data.build_tokenizer(schema.Tokenizer(kind="sentencepiece", vocab_size=300), spec)
+    assert cached.fingerprint == tokenizer.fingerprint
     assert len(list((Path(spec.cache_dir) / "tokenizers").glob("*/tokenizer.model"))) == 1
 
 

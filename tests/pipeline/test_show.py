@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.pipeline import fakes
 from tests.pipeline.fakes import context, model, target
 from titanyaml.pipeline.resolve import resolve, run
-from titanyaml.pipeline.show import module_table, records, table, merge_numbered_names
+from titanyaml.pipeline.show import merge_numbered_names, module_table, records, table
 
 NODES = {"idle": target(fakes.Idle), "late": target(fakes.Late), "mark": target(fakes.Mark, _stage_="ac")}
 

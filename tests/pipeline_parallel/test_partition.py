@@ -12,8 +12,7 @@ from rich.console import Console
 
 from tests.plugins.small import spec
 from titanyaml.models import decoder
-from titanyaml.pipeline_parallel import partition
-from titanyaml.pipeline_parallel import tables
+from titanyaml.pipeline_parallel import partition, tables
 from titanyaml.pipeline_schedule.actions import Action
 from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS, stage_owners
 from titanyaml.pipeline_schedule.simulate import ScheduleDeadlock, simulate
@@ -77,9 +76,9 @@ def test_balanced_by_flops_then_by_parameters() -> None:
 
 def test_pictures_and_table_are_fresh() -> None:
     docs = Path(__file__).parents[2] / "docs"
-    found = importlib.util.spec_from_file_location("make_pipeline", docs / "make_pipeline.py")
-    maker = importlib.util.module_from_spec(found)
-    found.loader.exec_module(maker)
+    module_spec = importlib.util.spec_from_file_location("make_pipeline", docs / "make_pipeline.py")
+    maker = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(maker)
     text = maker.PAGE.read_text(encoding="utf-8")
     assert text == maker.page(text), "stale: run python docs/make_pipeline.py"
     for name, content in maker.images().items():

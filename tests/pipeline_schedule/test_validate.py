@@ -24,7 +24,7 @@ def grid(text: str) -> actions.Grid:
         "0F0,1F0,1B0,0B0\n2F0,2I0,2W0",
     ],
 )
-def test_good(text: str) -> None:
+def test_runnable_schedules(text: str) -> None:
     assert first_violation(grid(text), ranks=2) == ""
 
 
@@ -61,11 +61,11 @@ def test_good(text: str) -> None:
         ("0F0,0B0\n2F0,2B0", "row 2 (rank 1), column 1: 2F0: there is a stage 2, but no stage 1"),
     ],
 )
-def test_bad(text: str, problem: str) -> None:
+def test_the_first_problem_is_named(text: str, problem: str) -> None:
     assert first_violation(grid(text), ranks=2) == problem
 
 
 @pytest.mark.parametrize("cell", ["0X1", "F1", "0F", "0SEND_F1", "0UNSHARD", "(0F0;0B0)", "(0F0)OVERLAP_F_B"])
-def test_what_is_no_action(cell: str) -> None:
+def test_a_cell_that_is_no_action(cell: str) -> None:
     with pytest.raises(ValueError, match=r"row 2 \(rank 1\), column 2: .* is no action; an action is a stage, one of"):
         grid(f"0F0\n1F0,{cell}")

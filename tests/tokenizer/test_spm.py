@@ -67,8 +67,8 @@ def test_training_is_deterministic_and_cached_by_what_it_depends_on(tmp_path: Pa
     second = trained_model(spec, cache_dir=tmp_path / "b", **small)
     assert first.read_bytes() == second.read_bytes()
     assert first.parent.name == second.parent.name
-    other = schema.Tokenizer(kind="sentencepiece", vocab_size=331, model_type=model_type)
-    assert trained_model(other, cache_dir=tmp_path / "a", **small).parent != first.parent
+    larger = schema.Tokenizer(kind="sentencepiece", vocab_size=331, model_type=model_type)
+    assert trained_model(larger, cache_dir=tmp_path / "a", **small).parent != first.parent
     other_text = {"corpus": lambda: iter(["other text " * 50]), "corpus_key": lambda: "other text"}
     changed = trained_model(spec, cache_dir=tmp_path / "a", **other_text)
     assert changed.parent != first.parent
@@ -76,8 +76,8 @@ def test_training_is_deterministic_and_cached_by_what_it_depends_on(tmp_path: Pa
 
 def test_a_cached_vocabulary_reads_no_corpus(tmp_path: Path, no_corpus: Callable) -> None:
     first = build(SPEC, corpus=small_corpus, cache_dir=tmp_path, corpus_key=lambda: "key")
-    again = build(SPEC, corpus=no_corpus, cache_dir=tmp_path, corpus_key=lambda: "key")
-    assert again.fingerprint == first.fingerprint
+    cached = build(SPEC, corpus=no_corpus, cache_dir=tmp_path, corpus_key=lambda: "key")
+    assert cached.fingerprint == first.fingerprint
 
 
 def test_two_processes_train_once(tmp_path: Path) -> None:

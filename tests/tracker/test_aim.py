@@ -40,14 +40,14 @@ class FakeRun(dict):
 
 def use(monkeypatch, run_class: type) -> list:
     """Put a fake Aim in place; the runs it makes."""
-    made = []
+    aim_runs = []
 
     def make(*args, **kwargs):
-        made.append(run_class(*args, **kwargs))
-        return made[-1]
+        aim_runs.append(run_class(*args, **kwargs))
+        return aim_runs[-1]
 
     monkeypatch.setitem(sys.modules, "aim", types.SimpleNamespace(Run=make))
-    return made
+    return aim_runs
 
 
 def events(run: RunDir) -> list[dict]:
@@ -56,11 +56,11 @@ def events(run: RunDir) -> list[dict]:
 
 
 def test_names_steps_and_contexts(config, tmp_path, monkeypatch) -> None:
-    made, run = use(monkeypatch, FakeRun), RunDir(tmp_path / "run")
+    aim_runs, run = use(monkeypatch, FakeRun), RunDir(tmp_path / "run")
     mirror = AimMirror(config, run)
     mirror.log({"step": 3, "loss": 1.5, "mfu": None, "note": "text", "tokens": 7, "validation_loss": 2.5})
     mirror.close("done")
-    (aim_run,) = made
+    (aim_run,) = aim_runs
     assert aim_run.points == [("loss", 3, 1.5, "train"), ("tokens", 3, 7, "train"), ("loss", 3, 2.5, "validation")]
     assert aim_run.closed and aim_run["state"] == "done" and aim_run["train"]["steps"] == 40
     assert (run.path / "aim_run.txt").read_text() == "f00d\n" and events(run) == []
@@ -151,14 +151,14 @@ def test_a_hanging_aim_slows_nothing(config, tmp_path, monkeypatch, where: str) 
 def query(repo: str, expression: str) -> dict[tuple[str, str], list[tuple[int, float]]]:
     import aim
 
-    found = {}
+    series = {}
     for collection in aim.Repo(repo).query_metrics(expression, report_mode=0).iter_runs():
         for metric in collection:
             steps, values = metric.values.sparse_numpy()[0], metric.values.sparse_numpy()[1]
             points = metric.dataframe()[["step", "value"]].itertuples(index=False)
             assert len(steps) == len(values)
-            found[metric.name, metric.context["subset"]] = sorted((int(p.step), float(p.value)) for p in points)
-    return found
+            series[metric.name, metric.context["subset"]] = sorted((int(p.step), float(p.value)) for p in points)
+    return series
 
 
 def test_metrics_and_parameters_can_be_queried(config, tmp_path) -> None:
