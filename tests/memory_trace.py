@@ -164,7 +164,7 @@ def compiled_block(config: Config) -> int:
 
     ``config`` compiles blocks with a backend that partitions as inductor does (``aot_eager_decomp_partition``).
     """
-    with tracing.stand(config) as made, compat.fake_tensors():
+    with tracing.fake_rank(config) as made, compat.fake_tensors():
         made.materialise()
         _fuse_attention(made.model)
         block = made.model.get_submodule(made.context.facts.blocks[-1])
@@ -201,13 +201,13 @@ def measured(config: Config, *, pipeline_rank: int = 0) -> Measured:
     """One step of ``config``, which is eager: forward, backward, clipping, update. Under cp on the second rank, whose
     queries have keys before them."""
     place = {"pipeline_rank": pipeline_rank, "context_rank": int(world.resolve_degree(config, "cp") > 1)}
-    with tracing.stand(config, **place) as made, compat.fake_tensors():
+    with tracing.fake_rank(config, **place) as made, compat.fake_tensors():
         made.materialise()
         _fuse_attention(made.model)
         return _step(made, Ledger())
 
 
-def _step(made: tracing.Stand, ledger: Ledger) -> Measured:
+def _step(made: tracing.FakeRank, ledger: Ledger) -> Measured:
     model, named = made.model, dict(made.model.named_parameters())
     with ledger, _as_on_gpu():
         for parameter in named.values():
@@ -226,7 +226,7 @@ def _step(made: tracing.Stand, ledger: Ledger) -> Measured:
     return Measured(parts["parameters"], parts["optimizer"], sum(held.values()), list(saved.values()), ledger.peak)
 
 
-def _optimizer(made: tracing.Stand, named: dict[str, nn.Parameter]) -> optim.AdamW:
+def _optimizer(made: tracing.FakeRank, named: dict[str, nn.Parameter]) -> optim.AdamW:
     """The one of a run, with masters as ``models.init.materialise`` makes them: float32, or what is left of split ones.
     torch's fused kernel has no temporaries."""
     dtype = torch.int16 if made.config.optim.master == "split" else torch.float32

@@ -44,16 +44,16 @@ SIZES = (
 def run(path: Path, compose, device: torch.device, *overrides: str) -> tuple[Trainer, list[dict], dict]:
     """The trainer, its metrics and its event of the kernels."""
     config = dump.to_dataclass(compose(*SIZES, f"run.dir={path}", *overrides))
-    place = RunDir(path)
-    place.path.mkdir()
-    trainer = build_trainer(config, place, Env(0, 1, 0, device, "gloo"))
+    key = RunDir(path)
+    key.path.mkdir()
+    trainer = build_trainer(config, key, Env(0, 1, 0, device, "gloo"))
     try:
         trainer.fit()
     finally:
         trainer.close()
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     [event] = [event for event in events if event["kind"] == "kernels"]
-    return trainer, place.metrics(), event
+    return trainer, key.metrics(), event
 
 
 @pytest.mark.parametrize("batch", ["train.global_batch=2", "train.global_batch=4"], ids=["one", "accumulated"])
@@ -63,24 +63,26 @@ def test_trains_alike(device, monkeypatch, compose, tmp_path: Path, batch: str) 
     monkeypatch.setattr(adamw, "BLOCK", 4096)
     monkeypatch.setattr(kernel_choice, "_missing", lambda device, dtype: "")  # the interpreter stands for a GPU
     fused, metrics, event = run(tmp_path / "fused", compose, device, batch)
-    plain, wanted, other = run(tmp_path / "torch", compose, device, batch, "kernels=torch", "optim.implementation=loop")
+    plain, expected, plain_event = run(
+        tmp_path / "torch", compose, device, batch, "kernels=torch", "optim.implementation=loop"
+    )
     assert isinstance(fused.optimizer, TritonAdamW) and fused.optimizer.accumulates is (batch[-1] == "4")
     assert event["why"] == "kernels=auto" and event["cross_entropy"] == "fused, 4096 tokens a chunk"
-    assert event["adamw"].startswith("fused") and other["adamw"] == "torch, loop"
-    assert other["cross_entropy"] == "torch, 1024 tokens a chunk"
-    for ours, theirs in zip(metrics, wanted, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
-    assert metrics[-1]["validation_loss"] == pytest.approx(wanted[-1]["validation_loss"], rel=2e-4)
+    assert event["adamw"].startswith("fused") and plain_event["adamw"] == "torch, loop"
+    assert plain_event["cross_entropy"] == "torch, 1024 tokens a chunk"
+    for ours, plain_metrics in zip(metrics, expected, strict=True):
+        assert ours["loss"] == pytest.approx(plain_metrics["loss"], rel=2e-4)
+        assert ours["grad_norm"] == pytest.approx(plain_metrics["grad_norm"], rel=1e-2)
+    assert metrics[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=2e-4)
     for name in fused.optimizer.names:
-        ours, theirs = fused.optimizer.master(name), plain.optimizer.master(name)
+        ours, plain_metrics = fused.optimizer.master(name), plain.optimizer.master(name)
         # Adam's first steps of 1e-2 are half of the initial weights: what was not updated would be far off
-        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+        assert (ours - plain_metrics).norm() < 0.02 * plain_metrics.norm()
 
 
 def test_the_loss_of_tp_ranks_is_named(compose) -> None:
     config = dump.to_dataclass(compose("parallel=tp2"))
-    for fused, said in ((True, "fused, 4096 tokens a chunk"), (False, "torch, 1024 tokens a chunk")):
+    for fused, summary in ((True, "fused, 4096 tokens a chunk"), (False, "torch, 1024 tokens a chunk")):
         ctx = SimpleNamespace(kernels=kernel_choice.KernelChoice(fused, "for a test"), dims=ParallelDims(tp=2))
-        found = run_report.describe_kernels(config, ctx, SimpleNamespace(runs=lambda: "torch"))
-        assert found["cross_entropy"] == f"{said}, normalised over 2 tp ranks"
+        records = run_report.describe_kernels(config, ctx, SimpleNamespace(describe=lambda: "torch"))
+        assert records["cross_entropy"] == f"{summary}, normalised over 2 tp ranks"

@@ -14,7 +14,7 @@ from titanyaml.distributed import compat_compile
 from titanyaml.distributed.env import Env
 from titanyaml.errors import PipelineError
 from titanyaml.rundir import RunDir
-from titanyaml.runner.train import Trainer
+from titanyaml.runner.train import Trainer, build_trainer
 
 COMPILE = {"_target_": "titanyaml.plugins.compile.Compile", "mode": "block"}
 SIZES = (
@@ -55,7 +55,7 @@ def train(path: Path, compose, *overrides: str) -> tuple[RunDir, Trainer, dict[s
     config = dump.to_dataclass(
         compose(*SIZES, f"run.dir={path}", f"compile.cache_dir={path.parent}/compiled", *overrides)
     )
-    trainer = Trainer(config, run, Env(0, 1, 0, torch.device("cuda", 0), "gloo"))
+    trainer = build_trainer(config, run, Env(0, 1, 0, torch.device("cuda", 0), "gloo"))
     update, grads = trainer.optimizer.step, {}
 
     def keep(lr: float, *, clip: torch.Tensor | None = None) -> None:

@@ -79,7 +79,7 @@ def test_overlapping_kernels_count_once():
 
 def test_communication_that_hides_is_not_exposed(monkeypatch):
     spans = [("nvjet", 40.0, 0.0, 40.0), ("ncclDevKernel", 50.0, 20.0, 70.0), ("nvjet", 10.0, 80.0, 90.0)]
-    monkeypatch.setattr(module, "_device_spans", lambda trace: spans)
+    monkeypatch.setattr(module, "_device_spans", lambda trace: [module.Span(*span) for span in spans])
     monkeypatch.setattr(module, "_updates", lambda trace, device: [])
     found = breakdown(None, steps=2, wall_s=100e-6, device=torch.device("cuda"))
     assert found["ms"]["gemm"] == pytest.approx(0.025) and found["ms"]["communication"] == pytest.approx(0.025)

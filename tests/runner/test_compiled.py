@@ -11,7 +11,7 @@ import torch
 from titanyaml.config import dump
 from titanyaml.distributed.env import Env
 from titanyaml.rundir import RunDir
-from titanyaml.runner.train import Trainer
+from titanyaml.runner.train import build_trainer
 
 SIZES = (
     "model.vocab_size=258",
@@ -47,7 +47,7 @@ def test_loss_and_optimizer_are_compiled(compose, tmp_path: Path) -> None:
         run = RunDir(tmp_path / name)
         run.path.mkdir()
         config = dump.to_dataclass(compose(*SIZES, f"run.dir={run.path}", *overrides))
-        trainer = Trainer(config, run, Env(0, 1, 0, torch.device("cpu"), "gloo"))
+        trainer = build_trainer(config, run, Env(0, 1, 0, torch.device("cpu"), "gloo"))
         try:
             trainer.fit()
         finally:

@@ -78,17 +78,10 @@ def bench(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
 def measure_ceilings(config: Config, env: Env) -> Ceilings:
     """What this device can do at the shapes of one rank's work. Every rank measures, since all would wait anyway."""
     dims, train = ParallelDims.resolve(config.parallel, env.world_size), config.train
-    model = decoder.build(config.model)
-    global_batch = setup.global_batch(config, dims)
+    model, global_batch = decoder.build(config.model), setup.global_batch(config, dims)
+    forwards = accumulation(global_batch=global_batch, local_batch=train.local_batch, data_degree=dims.data_degree)
     work = ceilings.rank_work(
-        model,
-        model.facts,
-        dims,
-        seq_len=train.seq_len,
-        local_batch=train.local_batch,
-        accumulation=accumulation(
-            global_batch=global_batch, local_batch=train.local_batch, data_degree=dims.data_degree
-        ),
+        model, model.facts, dims, seq_len=train.seq_len, local_batch=train.local_batch, accumulation=forwards
     )
     measured = ceilings.measure(work, device=env.device, dtype=setup.compute_dtype(config, env.device))
     if env.is_main:
@@ -184,7 +177,8 @@ def environment(env: Env) -> dict[str, Any]:
     """``machine.describe``, and what only torch knows."""
     facts = machine.describe()
     name = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else facts["processor"]
-    return facts | {"device": name, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call] # torch has no types here
+    return facts | {"device": name, "cuda": torch.version.cuda, "cudnn": cudnn}
 
 
 def _log_result(result: dict[str, Any], report: Path) -> None:

@@ -1,4 +1,4 @@
-"""A benchmark's report: who measured what on which machine, with everything that is needed to do it again."""
+"""A benchmark's report: who measured what on which machine, and everything that is needed to repeat it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ def text(config: Config, run: RunDir, result: dict[str, Any]) -> str:
     Args:
         result: the content of bench.json.
     """
-    typed = yaml.safe_load((run.path / "overrides.yaml").read_text())["overrides"]
+    overrides = yaml.safe_load((run.path / "overrides.yaml").read_text())["overrides"]
+    resolved = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
     sections = {
         "Who": config.runner.entity,
-        "Model": f"{config.model.name}, {result['parameters']:,} parameters; sequences of {config.train.seq_len:,} "
-        f"tokens, {config.train.local_batch} per device and forward, {result['tokens_per_step']:,} tokens a "
-        f"step; {result['flops_per_token'] / 1e9:,.2f} GFLOP per token",
+        "Model": _model(config, result),
         "Hardware and interconnect": _machine(config, result),
         "Result": _result(result),
         "Where the time goes": _kernels(result["kernels"]),
         "What the device can do": _ceilings(result["ceilings"]),
         "Versions and dates": _versions(result),
         "Notes": config.runner.notes or "none",
-        "Command": f"    python -m titanyaml {shlex.join(typed)}",
-        "Configuration": f"SHA-256 {result['config_hash']}\n\n```yaml\n"
-        f"{yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)}```",
+        "Command": f"    python -m titanyaml {shlex.join(overrides)}",
+        "Configuration": f"SHA-256 {result['config_hash']}\n\n```yaml\n{resolved}```",
     }
     title = f"# {config.model.name} on {result['devices']} x {result['hardware']}"
     return "\n\n".join([title, *(f"## {name}\n\n{body}" for name, body in sections.items())]) + "\n"
@@ -45,10 +43,15 @@ def text(config: Config, run: RunDir, result: dict[str, Any]) -> str:
 
 def table(head: list[str], rows: list[list[Any]]) -> str:
     """A Markdown table; None is shown as unknown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join("unknown" if cell is None else str(cell) for cell in row) + " |" for row in lines
-    )
+    lines = [["unknown" if cell is None else str(cell) for cell in row] for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _model(config: Config, result: dict[str, Any]) -> str:
+    size = f"{config.model.name}, {result['parameters']:,} parameters"
+    batch = f"sequences of {config.train.seq_len:,} tokens, {config.train.local_batch} per device and forward"
+    step = f"{result['tokens_per_step']:,} tokens a step"
+    return f"{size}; {batch}, {step}; {result['flops_per_token'] / 1e9:,.2f} GFLOP per token"
 
 
 def _machine(config: Config, result: dict[str, Any]) -> str:
@@ -64,34 +67,22 @@ def _shown(value: float | None, spec: str) -> str | None:
 
 
 def _result(result: dict[str, Any]) -> str:
-    steps = len(result["steps_s"])
-    return table(
-        ["figure", "value", "meaning"],
-        [
-            ["tokens/s per device", f"{result['tps']:,.1f}", f"by the median of {steps} steps"],
-            ["step", f"{1e3 * result['step_s']:,.2f} ms", "median"],
-            ["spread", f"{result['tps_spread']:.2%}", "(slowest - fastest step) / median"],
-            [
-                "TFLOP/s per device",
-                f"{result['tflops']:,.2f}",
-                "tokens/s * (6*(parameters - input embedding) + 12*layers*heads*head_dim*seq)",
-            ],
-            [
-                "MFU",
-                _shown(result["mfu"], ".2%"),
-                f"over the peak of {_shown(result['peak_tflops'], 'g') or 'unknown'} TFLOP/s",
-            ],
-            [
-                "fraction of the floor",
-                _shown(result["fraction_of_floor"], ".2%"),
-                result["floor_note"] or f"floor of this device, linear layers in {result['precision']}",
-            ],
-            ["memory reserved", _shown(result["mem_reserved_gib"], ",.2f"), "peak GiB"],
-            ["memory active", _shown(result["mem_active_gib"], ",.2f"), "peak GiB"],
-            ["wait for data", f"{1e3 * result['data_wait_s']:.2f} ms", "median of a step"],
-            ["loss", f"{result['loss']:.4f}", "of the last measured step"],
-        ],
-    )
+    flops = "tokens/s * (6*(parameters - input embedding) + 12*layers*heads*head_dim*seq)"
+    peak = _shown(result["peak_tflops"], "g") or "unknown"
+    floor = result["floor_note"] or f"floor of this device, linear layers in {result['precision']}"
+    rows: list[list[Any]] = [
+        ["tokens/s per device", f"{result['tps']:,.1f}", f"by the median of {len(result['steps_s'])} steps"],
+        ["step", f"{1e3 * result['step_s']:,.2f} ms", "median"],
+        ["spread", f"{result['tps_spread']:.2%}", "(slowest - fastest step) / median"],
+        ["TFLOP/s per device", f"{result['tflops']:,.2f}", flops],
+        ["MFU", _shown(result["mfu"], ".2%"), f"over the peak of {peak} TFLOP/s"],
+        ["fraction of the floor", _shown(result["fraction_of_floor"], ".2%"), floor],
+        ["memory reserved", _shown(result["mem_reserved_gib"], ",.2f"), "peak GiB"],
+        ["memory active", _shown(result["mem_active_gib"], ",.2f"), "peak GiB"],
+        ["wait for data", f"{1e3 * result['data_wait_s']:.2f} ms", "median of a step"],
+        ["loss", f"{result['loss']:.4f}", "of the last measured step"],
+    ]
+    return table(["figure", "value", "meaning"], rows)
 
 
 def _kernels(kernels: dict[str, Any] | None) -> str:
@@ -103,41 +94,32 @@ def _kernels(kernels: dict[str, Any] | None) -> str:
 
 
 def _ceilings(ceilings: dict[str, Any]) -> str:
-    rows = [
-        [
-            f"{row['tokens']} x {row['inputs']} x {row['outputs']}",
-            row["layers"],
-            kind,
-            *(f"{ms:.3f}" for ms in times.values()),
-            f"{row['tflops'][kind]:,.2f}",
-        ]
-        for row in ceilings["gemm"]
-        for kind, times in row["ms"].items()
+    gemm_rows = []
+    for row in ceilings["gemm"]:
+        shape = f"{row['tokens']} x {row['inputs']} x {row['outputs']}"
+        for precision, ms in row["ms"].items():
+            passes = [f"{pass_ms:.3f}" for pass_ms in ms.values()]
+            gemm_rows.append([shape, row["layers"], precision, *passes, f"{row['tflops'][precision]:,.2f}"])
+    gemm_head = ["tokens x in x out", "layers", "precision", "forward ms", "dgrad ms", "wgrad ms", "TFLOP/s"]
+    attention = ceilings["attention"]["ms"].items()
+    attention_rows = [[name, f"{ms['forward']:.3f}", f"{ms['backward']:.3f}"] for name, ms in attention]
+    copy, adamw = ceilings["copy_tb_s"], ceilings["adamw"]["ns_per_parameter"]
+    parts = ("linear", "head", "attention", "optimizer", "step")
+    floor_rows = [[kind, *(f"{ms[part]:,.2f}" for part in parts)] for kind, ms in ceilings["floor_ms"].items()]
+    sections = [
+        table(gemm_head, gemm_rows),
+        table(["attention", "forward ms", "backward ms"], attention_rows),
+        f"Copy {copy:.3f} TB/s (read and written); AdamW {adamw:.4f} ns per parameter.",
+        table(["floor", *(f"{part} ms" for part in parts)], floor_rows),
     ]
-    head = ["tokens x in x out", "layers", "precision", "forward ms", "dgrad ms", "wgrad ms", "TFLOP/s"]
-    products = table(head, rows)
-    attention = table(
-        ["attention", "forward ms", "backward ms"],
-        [[name, f"{ms['forward']:.3f}", f"{ms['backward']:.3f}"] for name, ms in ceilings["attention"]["ms"].items()],
-    )
-    floors = table(
-        ["floor", "linear ms", "head ms", "attention ms", "optimizer ms", "step ms"],
-        [
-            [kind, *(f"{parts[name]:,.2f}" for name in ("linear", "head", "attention", "optimizer", "step"))]
-            for kind, parts in ceilings["floor_ms"].items()
-        ],
-    )
-    rest = (
-        f"Copy {ceilings['copy_tb_s']:.3f} TB/s (read and written); AdamW "
-        f"{ceilings['adamw']['ns_per_parameter']:.4f} ns per parameter."
-    )
-    return "\n\n".join([products, attention, rest, floors])
+    return "\n\n".join(sections)
 
 
 def _versions(result: dict[str, Any]) -> str:
-    found = result["environment"]
-    versions = {"python": found["python"], **found["packages"], "CUDA": found["cuda"], "cuDNN": found["cudnn"]}
+    environment = result["environment"]
+    libraries = {"CUDA": environment["cuda"], "cuDNN": environment["cudnn"]}
+    versions = {"python": environment["python"], **environment["packages"], **libraries}
     rows = [[name, version] for name, version in versions.items() if version is not None]
-    git = found["git"]
+    git = environment["git"]
     code = "no git repository" if git is None else f"{git['commit']}{', with changes' if git['dirty'] else ''}"
     return f"Measured {result['date']}; working directory at {code}.\n\n{table(['package', 'version'], rows)}"

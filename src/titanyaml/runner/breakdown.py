@@ -1,32 +1,44 @@
-"""Where the time of a step goes: a profiler's kernels by class, and the time in which none runs."""
+"""Where the time of a step goes: a profiler's kernels by class, and the time in which none runs.
+
+A kernel's name is all that a trace has of it. One that the compiler fused has one name, and so one class.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined] # documented, but not in its __all__
 from torch.profiler import profile
 
-#: The first pattern found in a kernel's name decides (lower case). On a CPU the names are operators ("aten::mm").
+#: The first pattern that is in a kernel's name, in lower case, decides. On a CPU the names are operators ("aten::mm").
 CLASSES = {
     "communication": r"nccl|gloo|c10d|all_?gather|all_?reduce|reduce_?scatter|all_?to_?all|broadcast_kernel|symm_mem",
     "attention": r"flash|fmha|sdpa|attention|flex_",
-    # torch's copies of many tensors are FSDP's into its buffers; those of an update are known by their time
+    # torch's copies of many tensors are FSDP's into its buffers; an update's are known by when they run
     "optimizer": r"adam|multi_tensor(?!.*(?:copyfunctor|\bcopy<))|_foreach_(?!copy)|optimizer|clip_grad",
     "gemm": r"gemm|nvjet|cutlass|cublas|xmma|wgmma|matmul|(?:^|[:_])(?:add|b|scaled_|grouped_)?mm(?:$|_|:)|linear",
     "casts": r"float8|fp8|e4m3|e5m2|amax|cast|quant|copy|chunk_cat|memcpy|::to$|convert",
 }
 OTHER = "elementwise"
-#: Name of the range of a step in which weights are updated: what runs there is the optimizer, whatever it is called.
+#: Name of the range in which a step updates its weights: what runs there is the optimizer, whatever its name.
 UPDATE = "titanyaml update"
 
 
+class Span(NamedTuple):
+    """A kernel, copy or operator: times in microseconds, ``own_us`` without what it called."""
+
+    name: str
+    own_us: float
+    start: float
+    end: float
+
+
 def classify(name: str) -> str:
-    """The class of a kernel or operator by its name; what no pattern knows is elementwise: norms, SwiGLU, loss."""
+    """The class of a kernel or operator; what no pattern knows is elementwise: norms, SwiGLU, loss."""
     lower = name.lower()
     return next((kind for kind, pattern in CLASSES.items() if re.search(pattern, lower)), OTHER)
 
@@ -38,23 +50,24 @@ def breakdown(trace: profile, *, steps: int, wall_s: float, device: torch.device
         trace: a stopped profiler over ``steps`` steps that took ``wall_s`` together.
 
     Returns:
-        ``ms``: class to time; ``communication`` is the whole of it and ``exposed_communication`` the part during
-        which no other kernel ran, so that all but ``communication`` add up to the step. ``idle``: no kernel ran.
-        ``step_ms``: of the profiled steps, which the profiler itself slows down. ``top``: name, class, ms and calls.
+        ``ms``: class to time. ``communication`` is all of it, ``exposed_communication`` the part during which no other
+        kernel ran, ``idle`` the time without a kernel; all but ``communication`` add up to the step. ``step_ms``: of
+        the profiled steps, which the profiler itself slows down. ``top``: name, class, ms and calls.
     """
     spans = _device_spans(trace) if device.type == "cuda" else _host_spans(trace)
     updates = _updates(trace, device)
     sums: dict[str, float] = dict.fromkeys([*CLASSES, OTHER], 0.0)
     by_name: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0])
-    for name, own_us, begin, _ in spans:
-        kind = classify(name)
-        if kind != "communication" and any(start <= begin < end for start, end in updates):
+    for span in spans:
+        kind = classify(span.name)
+        if kind != "communication" and any(start <= span.start < end for start, end in updates):
             kind = "optimizer"
-        sums[kind] += own_us
-        by_name[name, kind][0] += own_us
-        by_name[name, kind][1] += 1
-    busy = _covered((start, end) for _, _, start, end in spans)
-    computing = _covered((start, end) for name, _, start, end in spans if classify(name) != "communication")
+        sums[kind] += span.own_us
+        by_name[span.name, kind][0] += span.own_us
+        by_name[span.name, kind][1] += 1
+    # kernels of several streams overlap: their times may add up to more than the step, the union of them may not
+    busy = _covered((span.start, span.end) for span in spans)
+    computing = _covered((span.start, span.end) for span in spans if classify(span.name) != "communication")
     sums["exposed_communication"] = busy - computing
     sums["idle"] = max(1e6 * wall_s - busy, 0.0)
     top = sorted(by_name.items(), key=lambda item: -item[1][0])[:30]
@@ -69,37 +82,41 @@ def breakdown(trace: profile, *, steps: int, wall_s: float, device: torch.device
 
 
 def _updates(trace: profile, device: torch.device) -> list[tuple[float, float]]:
-    """(start, end) of the ranges ``UPDATE``: on a GPU, of the kernels that were launched in them (microseconds)."""
+    """(start, end) of the ranges ``UPDATE``; on a GPU those of the kernels that were launched in them."""
     kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     return [
         (event.time_range.start, event.time_range.end)
-        for event in trace.events()
+        for event in _events(trace)
         if event.name == UPDATE and event.device_type == kind
     ]
 
 
-def _device_spans(trace: profile) -> list[tuple[str, float, float, float]]:
-    """(name, own time, start, end) of every kernel and copy on the GPU (microseconds)."""
+def _device_spans(trace: profile) -> list[Span]:
+    """Kernels and copies on the GPU."""
     return [
-        (event.name, event.time_range.elapsed_us(), event.time_range.start, event.time_range.end)
-        for event in trace.events()
+        Span(event.name, event.time_range.elapsed_us(), event.time_range.start, event.time_range.end)
+        for event in _events(trace)
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
 
 
-def _host_spans(trace: profile) -> list[tuple[str, float, float, float]]:
-    """The same for operators on the CPU, where one calls others: its own time is what it does not spend in those."""
+def _host_spans(trace: profile) -> list[Span]:
+    """Operators on the CPU. One calls others: its own time is what it does not spend in those."""
     return [
-        (event.name, event.self_cpu_time_total, event.time_range.start, event.time_range.end)
-        for event in trace.events()
+        Span(event.name, event.self_cpu_time_total, event.time_range.start, event.time_range.end)
+        for event in _events(trace)
         if event.device_type == DeviceType.CPU and "::" in event.name and not event.name.startswith("autograd::")
     ]
 
 
+def _events(trace: profile) -> Any:
+    return trace.events()  # type: ignore[no-untyped-call] # torch has no types here
+
+
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
+    total, covered_until = 0.0, float("-inf")
     for start, end in sorted(spans):
-        total += max(end - max(start, reached), 0.0)
-        reached = max(reached, end)
+        total += max(end - max(start, covered_until), 0.0)
+        covered_until = max(covered_until, end)
     return total

@@ -29,7 +29,7 @@ from titanyaml.runner import auto_ac, run_report, setup
 
 def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
     """Print the configuration, the mesh and the pipeline table; nothing is trained and no rank is started."""
-    world_size = world.count_ranks(config)
+    world_size = world.count_ranks(config) or 1
     dims = ParallelDims.resolve(config.parallel, world_size)
     console = Console()
     console.print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Loss on held-out text: during training, and of a checkpoint (``runner=eval``)."""
+"""Loss on held-out text, during training and of a checkpoint (``runner=eval``)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from titanyaml.data.loader import validation_batches
 from titanyaml.data.packing import TokenData
 from titanyaml.distributed import comm
 from titanyaml.distributed.env import Env
-from titanyaml.pipeline_parallel.staged import Staged
+from titanyaml.pipeline_parallel.staged import StagedModel
 from titanyaml.rundir import RunDir
 from titanyaml.runner import setup
-from titanyaml.runner.load import adopt_trained, load_weights
-from titanyaml.runner.step import valid_tokens
+from titanyaml.runner.train_step import model_inputs, valid_tokens
+from titanyaml.runner.trained_model import adopt_trained, load_weights
 
 if TYPE_CHECKING:
-    from titanyaml.runner.setup import Built
+    from titanyaml.runner.setup import BuiltModel
 
 log = logging.getLogger("titanyaml")
 
 
 @torch.no_grad()
-def mean_loss(config: Config, built: Built, dataset: TokenData, *, env: Env) -> float:
+def mean_loss(config: Config, built: BuiltModel, dataset: TokenData, *, env: Env) -> float:
     """Mean token loss (nats) over the first ``validation.batches`` global batches, the same on every rank."""
     loss_sum = torch.zeros((), dtype=torch.float64, device=env.device)
     tokens, dims = 0, built.context.dims
-    loss_fn, documents = setup.loss_function(config, built.context), config.model.document_mask
+    loss_fn, documents = setup.build_loss(config, built.context), config.model.document_mask
     steps = validation_batches(
         dataset,
         global_batch=setup.global_batch(config, dims),
@@ -41,21 +41,24 @@ def mean_loss(config: Config, built: Built, dataset: TokenData, *, env: Env) -> 
     )
     for step in steps:
         tokens += valid_tokens(step)
-        inputs = (setup.to_device(batch, env.device, documents=documents) for batch in step)
-        if isinstance(built.model, Staged):
-            loss_sum += built.model.evaluate(list(inputs), loss_fn=loss_fn)
+        inputs = (model_inputs(batch, env.device, documents=documents) for batch in step)
+        if isinstance(built.model, StagedModel):
+            loss_sum += built.model.runtime.evaluate(list(inputs), loss_fn=loss_fn)
             continue
-        for one in inputs:
-            loss_sum += built.model(**one, loss_fn=loss_fn)
+        for microbatch in inputs:
+            loss_sum += built.model(**microbatch, loss_fn=loss_fn)
+    # tp, cp and pp peers know the same loss or read the same batch: one of them counts
     mesh = built.context.mesh
-    total, count = comm.sum_scalars([float(loss_sum) * dims.adds_loss(mesh), tokens * dims.counts_batch(mesh)], env)
+    counted_loss = float(loss_sum) if dims.adds_loss(mesh) else 0.0
+    counted_tokens = tokens if dims.counts_batch(mesh) else 0
+    total, count = comm.sum_scalars([counted_loss, counted_tokens], env)
     return total / count
 
 
 def evaluate(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     """Validation loss and perplexity of the checkpoint ``runner.checkpoint``.
 
-    The model and the tokenizer are those of the checkpoint's run; the text too, unless ``data`` was typed.
+    Model and tokenizer are those of the checkpoint's run; so is the text, unless ``data`` was typed.
     """
     config, path = adopt_trained(config, run)
     tokenizer = setup.build_tokenizer(config, env)

@@ -1,4 +1,4 @@
-"""What a run will need and reach, on devices that need not be here (``runner=plan``). Imports no torch."""
+"""Memory, speed and cost of a run, on devices that need not be here (``runner=plan``). Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.console import Console
 from titanyaml.config import degrees
 from titanyaml.config.schema import Config
 from titanyaml.planner.model import from_config
-from titanyaml.planner.model import plan as planning
-from titanyaml.planner.model.plan import Plan
-from titanyaml.planner.report import page, timeline
+from titanyaml.planner.model.plan import Plan, plan_job
+from titanyaml.planner.report import render, timeline
 from titanyaml.planner.report.budget import budget
-from titanyaml.planner.report.remarks import warnings
-from titanyaml.planner.search import choose_ac as planned
-from titanyaml.planner.search import remedies, space
-from titanyaml.planner.search.choose_ac import Choice
+from titanyaml.planner.report.remarks import remarks_on
+from titanyaml.planner.search import choose_ac
+from titanyaml.planner.search.choose_ac import AcChoice
+from titanyaml.planner.search.remedies import Remedy, find_remedies
+from titanyaml.planner.search.space import mesh_name
 from titanyaml.rundir import RunDir, atomic_write
 
 
@@ -32,65 +32,65 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
         ConfigError: the device, the links or the model are not known well enough.
     """
     console = Console(width=None if Console().is_terminal else 160)
-    config, choice = _settled(config)
-    made = planning.plan(from_config.job(config))
-    record = _record(config, made) | ({} if choice is None else {"ac": choice.record()})
+    config, choice = _resolve_ac(config)
+    planned = plan_job(from_config.job(config))
+    record = _record(config, planned) | ({} if choice is None else {"ac": choice.record()})
     if config.runner.trace:
-        from titanyaml.runner import tracing  # torch, and seconds
+        from titanyaml.runner import tracing  # imports torch, and takes seconds
 
         record["trace"] = tracing.compare(config)
-    page.show(record, console)
+    render.show(record, console)
     if choice is not None:
         console.print(choice.sentence(), highlight=False, soft_wrap=True)
     atomic_write(run.path / "plan.json", json.dumps(record, indent=1) + "\n")
-    atomic_write(run.path / "plan.md", page.markdown(record))
-    atomic_write(run.path / "timeline.json", json.dumps(timeline.trace_events(made.step)) + "\n")
+    atomic_write(run.path / "plan.md", render.markdown(record))
+    atomic_write(run.path / "timeline.json", json.dumps(timeline.trace_events(planned.step)) + "\n")
     console.print(f"written: {run.path}/plan.json, plan.md, timeline.json", highlight=False, soft_wrap=True)
-    speed = made.tps if made.fits else 0.0
-    return {"metric": speed, "tps": speed, "fits": made.fits}
+    tps = planned.tps if planned.fits else 0.0
+    return {"metric": tps, "tps": tps, "fits": planned.fits}
 
 
-def _settled(config: Config) -> tuple[Config, Choice | None]:
-    """``ac=auto`` decided for the planned device; where nothing fits, the plan of the least memory is the result."""
+def _resolve_ac(config: Config) -> tuple[Config, AcChoice | None]:
+    """``ac=auto`` for the planned device; where nothing fits, the choice of the least memory, whose plan says so."""
     if config.ac.mode != "auto":
         return config, None
+    limit = choose_ac.memory_limit(config, device_gib=config.hardware.memory_gib)
+    choice = choose_ac.choose(config, from_config.job(config), limit)
+    resolved = choose_ac.concrete(config, choice)
+    if config.ac.memory_gib is not None:  # the plan is held to the typed limit, as a device with so much memory
+        device = replace(config.hardware, memory_gib=limit.gib + config.hardware.reserve_gib)
+        resolved = replace(resolved, hardware=device)
+    return resolved, choice
+
+
+def _record(config: Config, planned: Plan) -> dict[str, Any]:
+    """The content of plan.json."""
+    mesh = {axis: planned.job.mesh.size(axis) for axis in degrees.AXES}
+    tokens = config.runner.token_budget or config.train.steps * planned.job.tokens_per_step
     device = config.hardware
-    limit_gib, why = planned.limit(config, device_gib=device.memory_gib, reserve_gib=device.reserve_gib)
-    choice = planned.choose(config, from_config.job(config), limit_gib=limit_gib, why=why)
-    made = planned.concrete(config, choice)
-    if config.ac.memory_gib is not None:  # what must be met, and named where it is not
-        made = replace(made, hardware=replace(device, memory_gib=limit_gib + device.reserve_gib))
-    return made, choice
-
-
-def _record(config: Config, made: Plan) -> dict[str, Any]:
-    """Everything that plan.json holds."""
-    mesh = {axis: made.job.mesh.size(axis) for axis in degrees.AXES}
-    tokens = config.runner.token_budget or config.train.steps * made.job.tokens_per_step
-    spent = budget(made, tokens=tokens, power_w=config.hardware.power_w, price_per_hour=config.hardware.price_per_hour)
-    remarks = warnings(made)
+    spent = budget(planned, tokens=tokens, power_w=device.power_w, price_per_hour=device.price_per_hour)
+    remarks = remarks_on(planned)
     if config.parallel.fsdp_cpu_offload:
         remarks.append("parallel.fsdp_cpu_offload is planned as if weights and optimizer were on the device")
     if config.quant.emulate:
         remarks.append("quant.emulate is planned as if nothing were cast: it is slower than bfloat16")
-    ways = remedies.changes(config, made)
-    if not made.fits:
-        told = "; ".join(map(_way, ways.found))
-        remarks[0] += f". What fits: {told}" * bool(told)
-        remarks[1:1] = [few] if (few := ways.few()) else []
+    found = find_remedies(config, planned)
+    if not planned.fits:  # then the first remark says so
+        if found.remedies:
+            remarks[0] += f". What fits: {'; '.join(map(_describe, found.remedies))}"
+        remarks[1:1] = filter(None, [found.remark()])
     return {
         "model": config.model.name,
-        "mesh_name": space.name(mesh),
-        **made.record(),
+        "mesh_name": mesh_name(mesh),
+        **planned.record(),
         "budget": spent,
-        "tokens_per_day": spent["tokens_per_day"],
-        "gpu_hours": spent["gpu_hours"],
-        "cost": spent["cost"],
-        "changes": [asdict(way) for way in ways.found],
+        **{name: spent[name] for name in ("tokens_per_day", "gpu_hours", "cost")},
+        "changes": [asdict(remedy) for remedy in found.remedies],
         "warnings": remarks,
     }
 
 
-def _way(way: remedies.Change) -> str:
-    cost = f"{100 * way.slowdown:.0f} % slower" if way.slowdown > 0 else f"{-100 * way.slowdown:.0f} % faster"
-    return f"{way.typed} ({cost}, {way.devices} devices)"
+def _describe(remedy: Remedy) -> str:
+    percent = 100 * abs(remedy.slowdown)
+    cost = f"{percent:.0f} % slower" if remedy.slowdown > 0 else f"{percent:.0f} % faster"
+    return f"{remedy.typed} ({cost}, {remedy.devices} devices)"

@@ -1,8 +1,13 @@
-"""What the loop does for the routers of a mixture: weigh the balance loss, add up loads, move the biases."""
+"""Routers of a mixture of experts, as far as the loop is concerned: the balance loss, the loads, the biases.
+
+A router sits in blocks that may be recomputed, compiled or on another pipeline stage. A counter in its forward would
+count twice, and a mutation inside a compiled block is refused. So zeros enter the forward, and their *gradients* carry
+the loads and the balance loss out (``models.moe.Router``).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -19,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Routing:
-    """The routers of this rank's blocks; ``begin`` and ``end`` enclose the backward passes of a step.
+    """The routers of the model; ``begin`` and ``end`` enclose the backward passes of a step.
 
     Args:
         spec: ``model.moe``. facts: of the whole model, of which this rank may hold some blocks.
@@ -28,23 +33,24 @@ class Routing:
 
     def __init__(self, model: nn.Module, spec: MoE, facts: ModelFacts, *, mesh: DeviceMesh | None, env: Env) -> None:
         self.spec, self.env = spec, env
-        here = dict(model.named_modules())
+        modules = dict(model.named_modules())
         names = [
             f"{block}.{layout.router}"
             for block, layout in zip(facts.blocks, facts.layouts, strict=True)
             if layout.router
         ]
-        self.routers: list[Router | None] = [here.get(name) for name in names]
-        #: of tp peers who hold the same sequences the first one counts
-        self.first = mesh is None or mesh.get_local_rank("tp") == 0
+        #: of all blocks, so that ranks agree on their number; None: on another pipeline stage
+        self.routers: list[Router | None] = [cast("Router | None", modules.get(name)) for name in names]
+        #: of tp peers that hold the same sequences the first one counts
+        self.is_counted = mesh is None or mesh.get_local_rank("tp") == 0
 
     def begin(self, tokens: int) -> None:
-        """Weigh the balance loss.
+        """Weigh the balance loss, and clear what the last step left.
 
         Args:
-            tokens: valid tokens of all data ranks in this step: what is differentiated is divided by them.
+            tokens: valid tokens of all data ranks in this step, by which the loss is divided.
         """
-        for router in self._mine():
+        for router in self._local_routers():
             router.gain.fill_(self.spec.balance_loss / max(tokens, 1))
             router.load_E.grad = router.balance.grad = None
 
@@ -54,13 +60,14 @@ class Routing:
         (Wang et al. 2024, arXiv 2408.15664).
 
         Returns:
-            expert_load: pairs of the busiest expert of any block over the block's mean; balance_loss, where it is on:
-            what it adds to the loss that is minimised (``loss`` does not hold it).
+            expert_load: (token, expert) pairs of the busiest expert of any block over the block's mean. balance_loss,
+            where it is on: what is added to the minimised loss; the recorded ``loss`` is the cross-entropy alone.
         """
         experts = self.spec.num_experts
         empty = torch.zeros(experts + 1, device=self.env.device)
         rows = [empty if router is None else self._report(router) for router in self.routers]
-        flat = torch.stack([row.double() for row in rows]).flatten().tolist()  # one wait for the device
+        # one tensor for all blocks: one wait for the device, and one reduction
+        flat = torch.stack([row.double() for row in rows]).flatten().tolist()
         table = torch.tensor(comm.sum_scalars(flat, self.env), dtype=torch.float64).view(-1, experts + 1)
         loads_LE, balance_L = table[:, :-1], table[:, -1]
         above_LE = loads_LE.mean(1, keepdim=True) - loads_LE
@@ -74,8 +81,10 @@ class Routing:
 
     def _report(self, router: Router) -> torch.Tensor:
         """This rank's part of the loads [E] and of the balance loss [1], in one tensor."""
-        load_E = router.load_E.grad if self.first or router.peers is not None else router.load_E.grad * 0
-        return torch.cat((load_E, router.balance.grad.view(1) * self.first))
+        loads_E, balance = router.load_E.grad, router.balance.grad
+        assert loads_E is not None and balance is not None, "a backward was run"
+        counts_loads = self.is_counted or router.peers is not None
+        return torch.cat((loads_E * counts_loads, balance.view(1) * self.is_counted))
 
-    def _mine(self) -> list[Router]:
+    def _local_routers(self) -> list[Router]:
         return [router for router in self.routers if router is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from titanyaml.config.schema import Config
 from titanyaml.distributed import rng
@@ -12,14 +12,17 @@ from titanyaml.errors import ConfigError, LaunchError
 from titanyaml.models.generate import generate
 from titanyaml.rundir import RunDir, atomic_write
 from titanyaml.runner import setup
-from titanyaml.runner.load import adopt_trained, load_weights
+from titanyaml.runner.trained_model import adopt_trained, load_weights
+
+if TYPE_CHECKING:
+    from titanyaml.models.decoder import Decoder
 
 
 def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
-    """Continue ``runner.prompt`` with the checkpoint's model; prints as it writes, and keeps ``sample.txt``.
+    """Continue ``runner.prompt`` with the checkpoint's model; print token by token, and write ``sample.txt``.
 
     Raises:
-        LaunchError: more than one rank: a cache is kept by one.
+        LaunchError: more than one rank; the cache of keys and values is not sharded.
         ConfigError: the prompt has no tokens, or prompt and new tokens exceed the model's context.
     """
     if env.world_size > 1:
@@ -47,7 +50,7 @@ def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
             hint=f"runner.max_new_tokens={max(room, 1)}",
         )
     tokens = generate(
-        built.model,
+        cast("Decoder", built.model),  # one rank has no pipeline
         prompt,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -59,12 +62,12 @@ def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     sys.stdout.write(text)
     for token in tokens:
         written.append(token)
-        # a token may hold part of a character: print only what later tokens cannot change
-        whole = tokenizer.decode(written).rstrip("\ufffd")
-        if whole.startswith(text):
-            sys.stdout.write(whole[len(text) :])
+        # a token may end within a character: print only what later tokens cannot change
+        decoded = tokenizer.decode(written).rstrip("\ufffd")
+        if decoded.startswith(text):
+            sys.stdout.write(decoded[len(text) :])
             sys.stdout.flush()
-            text = whole
+            text = decoded
     sys.stdout.write("\n")
     atomic_write(run.path / "sample.txt", tokenizer.decode(written) + "\n")
     return {"tokens": len(written) - len(prompt)}

@@ -1,10 +1,12 @@
-"""The real pipeline on fake tensors: which products and collectives a rank really does (``runner.trace=true``).
+"""The real pipeline on fake tensors: which GEMMs and collectives a rank really does (``runner.trace=true``).
 
-The model is built with few blocks, goes through ``setup.transform`` under a fake process group of the mesh's size, and
-runs a forward and a backward in which tensors have shapes and no values. Products and collectives are noted as they
-pass; the plan of the same blocks must name the same. Eager and in high precision, without async TP: what these
-change is not which products there are. It is checked for one microbatch, or as many as fill a pipeline, on one rank of
-each pipeline stage. Routers that have no values to choose by send equally many tokens to every rank.
+The model is built with few blocks and goes through ``setup.transform`` under a fake process group of the mesh's size.
+Then it runs a forward and a backward on tensors that have shapes and no values. GEMMs and collectives are recorded as
+they pass; the plan of the same blocks must name the same.
+
+The trace is eager, in high precision and without async TP: these change how fast a GEMM is, not which there are. It
+covers one microbatch, or as many as fill a pipeline, on one rank of each pipeline stage. Routers, which have no values
+to choose by, send equally many tokens to every rank.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanyaml.config import kept_matmuls, world
-from titanyaml.config.schema import Compile, Config
+from titanyaml.config import kept_matmuls, schema, world
+from titanyaml.config.schema import Config
 from titanyaml.distributed import compat
+from titanyaml.distributed.compat import TorchDispatchMode
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.kernels.context_attention import BODIES
@@ -34,8 +36,10 @@ from titanyaml.planner.model import from_config, operators, step
 from titanyaml.planner.model.inputs import Job
 from titanyaml.runner import setup
 
-BLOCKS = 2
-_OPS = {
+#: Blocks of a traced model without pipeline: one could not show what FSDP does for all but the last.
+NUM_BLOCKS = 2
+#: Collective by the name of torch's operator, of c10d and of its functional form.
+_COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
@@ -49,38 +53,46 @@ _OPS = {
 
 
 @dataclass
-class Work:
-    """flops: of matrix products, attention left out. comm: (axis, op) to [count, bytes of what is whole]."""
+class StepWork:
+    """What one rank does in a step.
+
+    Args:
+        flops: of GEMMs, attention left out. comm: (axis, collective) to [count, bytes of the whole tensors].
+    """
 
     flops: int = 0
     comm: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
-    def send(self, axis: str, op: str, size: float) -> None:
-        """Note a collective."""
+    def add_collective(self, axis: str, op: str, num_bytes: float) -> None:
+        """Count a collective."""
         entry = self.comm.setdefault((axis, op), [0, 0])
         entry[0] += 1
-        entry[1] += size
+        entry[1] += num_bytes
 
 
-class _Notes(TorchDispatchMode):
-    """Notes products and collectives of plain tensors; DTensors are left to turn into them first. axes: by namespace
-    ("c10d": FSDP's and the pipeline's, "_c10d_functional": the plugins' own), then by name of the group."""
+class _WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types here
+    """Records GEMMs and collectives of plain tensors; DTensors turn into those first.
+
+    Args:
+        axes: by namespace of the operator ("c10d": FSDP and the pipeline; "_c10d_functional": our plugins;
+            "exchanges": all-to-alls of either), then by name of the process group.
+    """
 
     def __init__(self, axes: dict[str, dict[str, str]]) -> None:
-        super().__init__()
-        self.axes, self.work = axes, Work()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.axes, self.work = axes, StepWork()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         name = func.overloadpacket.__name__
         if name == "_local_scalar_dense":
-            return 1  # a pipeline's ranks vote whether shapes are known; all say yes
-        if func.namespace in self.axes and name in _OPS:
-            size = _whole_bytes(name, args)
-            if size > 8:  # else the sum of a loss
+            return 1  # there is no value to read: a pipeline's ranks vote whether shapes are known, and all say yes
+        if func.namespace in self.axes and name in _COLLECTIVES:
+            num_bytes = _whole_bytes(name, args)
+            if num_bytes > 8:  # else it is the sum of a loss, which a plan does not list
                 axes = self.axes["exchanges" if name == "all_to_all_single" else func.namespace]
-                self.work.send(axes[compat.group_name(args)], _OPS[name], size)
+                self.work.add_collective(axes[compat.group_name(args)], _COLLECTIVES[name], num_bytes)
         elif name in ("mm", "addmm"):
             left, right = args[-2:]
             self.work.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
@@ -92,30 +104,23 @@ class _Notes(TorchDispatchMode):
             (tokens, width), rows = args[0].shape, args[1].shape[0]
             self.work.flops += 2 * tokens * width * rows * (1 + args[5] + args[6])
         elif name in BODIES:
-            with self:  # its transfers are inside
+            with self:  # one operator to torch, with collectives inside
                 return BODIES[name](*args)
         return func(*args, **(kwargs or {}))
 
 
-def _whole_bytes(name: str, args: tuple) -> float:
-    first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-    size = first.numel() * first.element_size()
-    return (
-        size * args[1]
-        if name == "all_gather_into_tensor"
-        else args[1].numel() * args[1].element_size()
-        if name == "_reduce_scatter_base_"
-        else size
-    )
+def _whole_bytes(name: str, args: tuple[Any, ...]) -> float:
+    """Bytes of what a collective gathers, or reduces, as a whole."""
+    first: Tensor = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+    if name == "all_gather_into_tensor":  # of c10d_functional: (shard, group size, group)
+        return first.numel() * first.element_size() * float(args[1])
+    whole: Tensor = args[1] if name == "_reduce_scatter_base_" else first
+    return whole.numel() * whole.element_size()
 
 
 @dataclass
-class Stand:
-    """A model on fake ranks: built, transformed, on meta until ``materialise``.
-
-    Args:
-        config: of it. model, context: as ``setup.transform`` returns them.
-    """
+class FakeRank:
+    """A transformed model on a rank that does not exist; on meta until ``materialise``."""
 
     config: Config
     model: nn.Module
@@ -125,12 +130,13 @@ class Stand:
         """Give it memory without values; to be called under ``compat.fake_tensors``."""
         self.model.to_empty(device="cpu")
         for module in self.model.modules():
-            if hasattr(module, "init_buffers"):
-                module.init_buffers(torch.device("cpu"))
+            if init_buffers := getattr(module, "init_buffers", None):
+                init_buffers(torch.device("cpu"))
 
     def forward(self) -> Tensor:
         """The loss of one microbatch, of a model without pipeline."""
-        return self.model(**self._inputs(), loss_fn=setup.loss_function(self.config, self.context))
+        loss: Tensor = self.model(**self._inputs(), loss_fn=setup.build_loss(self.config, self.context))
+        return loss
 
     def _inputs(self) -> dict[str, Tensor | None]:
         train = self.config.train
@@ -139,109 +145,108 @@ class Stand:
         return {"tokens_BS": tokens_BS, "labels_BS": tokens_BS, "documents_BS": documents_BS}
 
     def forward_backward(self) -> None:
-        """One step's microbatches."""
+        """Run the microbatches of one step."""
         if not isinstance(self.model, StagedModel):
-            self.forward().backward()
+            torch.autograd.backward(self.forward())
             return
         train, ctx = self.config.train, self.context
         slices = ctx.dims.tp if self.config.parallel.tp_sequence_parallel else 1
         length = train.seq_len // ctx.dims.cp // slices
-        self.model.runtime.shape = (train.local_batch, length, ctx.facts.dim)
-        loss_fn = setup.loss_function(self.config, ctx)
-        self.model.train_step([self._inputs() for _ in range(ctx.accumulation)], loss_fn=loss_fn, divisor=1)
+        # told here, or the stages would send their shapes, which a peer that does not exist never answers
+        self.model.runtime.stream_shape = (train.local_batch, length, ctx.facts.dim)
+        loss_fn = setup.build_loss(self.config, ctx)
+        self.model.runtime.train([self._inputs() for _ in range(ctx.accumulation)], loss_fn=loss_fn, divisor=1)
 
 
 @contextmanager
-def stand(config: Config, *, pipeline_rank: int = 0, context_rank: int = 0) -> Iterator[Stand]:
-    """The first rank of a pipeline rank with this place in its sequence, among ranks that do not exist."""
-    num_ranks = world.count_ranks(config)
+def fake_rank(config: Config, *, pipeline_rank: int = 0, context_rank: int = 0) -> Iterator[FakeRank]:
+    """The first rank with these places in pipeline and sequence, among ranks that do not exist."""
+    num_ranks = world.count_ranks(config) or 1
     dims = ParallelDims.resolve(config.parallel, num_ranks)
     rank = pipeline_rank * num_ranks // dims.pp + context_rank * dims.tp
     env = Env(rank, num_ranks, 0, torch.device("cpu"), "gloo")
-    # nothing is computed; the backward's threads only need to see the modes of this one
+    # A backward on threads of its own would not see the dispatch modes of this thread.
     with compat.fake_process_group(num_ranks, rank=rank), torch.autograd.set_multithreading_enabled(False):
         mesh = dims.build("cpu") if num_ranks > 1 else None
         model, ctx, _, _ = setup.transform(config, env, dims, mesh=mesh)
-        yield Stand(config, model, ctx)
+        yield FakeRank(config, model, ctx)
 
 
-def traced(config: Config, *, pipeline_rank: int = 0) -> Work:
+def trace_work(config: Config, *, pipeline_rank: int = 0) -> StepWork:
     """What the first rank of a pipeline rank does in one forward and backward of all its blocks."""
-    with stand(config, pipeline_rank=pipeline_rank) as made, compat.fake_tensors():
-        made.materialise()
-        with _Notes(_axes(made.context)) as notes:
-            made.forward_backward()
-    return notes.work
+    with fake_rank(config, pipeline_rank=pipeline_rank) as rank, compat.fake_tensors():
+        rank.materialise()
+        recorder = _WorkRecorder(_axes_of_groups(rank.context))
+        with recorder:
+            rank.forward_backward()
+    return recorder.work
 
 
-def _axes(ctx: Context) -> dict[str, dict[str, str]]:
-    """Axes of process groups by who uses them and by name: a group of all ranks may serve several."""
-    dims, found = ctx.dims, {"c10d": {}, "_c10d_functional": {}, "exchanges": {}}
+def _axes_of_groups(ctx: Context) -> dict[str, dict[str, str]]:
+    """Axes of process groups, by user and by name: a group of all ranks may serve several users for several axes."""
+    dims = ctx.dims
+    axes: dict[str, dict[str, str]] = {"c10d": {}, "_c10d_functional": {}, "exchanges": {}}
     if ctx.mesh is None:
-        return found
+        return axes
 
-    def note(users: tuple[str, ...], mesh: DeviceMesh, axis: str) -> None:
+    def add(users: tuple[str, ...], mesh: DeviceMesh, axis: str) -> None:
         for user in users:
-            found[user][mesh.get_group().group_name] = axis
+            axes[user][mesh.get_group().group_name] = axis
 
     for axis in ("tp", "cp"):
         if getattr(dims, axis) > 1:
-            note(("_c10d_functional", "exchanges"), ctx.mesh[axis], axis)
+            add(("_c10d_functional", "exchanges"), ctx.mesh[axis], axis)
     if dims.token_degree > 1:
         shards = dims.shard_mesh(ctx.mesh)
-        note(("c10d",), shards[shards.mesh_dim_names[-1]], "shard")
+        add(("c10d",), shards[(shards.mesh_dim_names or ())[-1]], "shard")
     for mesh in filter(None, (ctx.mesh, ctx.expert_mesh)):
         for axis in ("dp_replicate", "expert_shard", "pp"):
-            if axis in mesh.mesh_dim_names and mesh[axis].size() > 1:
-                note(("c10d",), mesh[axis], axis)
+            if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1:
+                add(("c10d",), mesh[axis], axis)
     if ctx.expert_mesh is not None:
-        note(("exchanges",), ctx.expert_mesh["ep"], "ep")
-    return found
+        add(("exchanges",), ctx.expert_mesh["ep"], "ep")
+    return axes
 
 
-def reduced(config: Config) -> Config:
-    """``config`` with two blocks, or one more than stages, as few microbatches as can be, eager, in high precision."""
-    made = copy.deepcopy(config)
-    parallel = made.parallel
-    parallel.pp_stages, parallel.pp_first_stage_less_layers, parallel.pp_last_stage_less_layers = [], None, None
+def reduce_config(config: Config) -> Config:
+    """``config`` with few blocks and microbatches, eager and in high precision: what a trace can run in a second."""
     job = from_config.job(config)
-    made.model.num_layers = BLOCKS if job.mesh.pp == 1 else job.mesh.pp * job.stages_per_rank + 1
-    made.compile = dataclasses.replace(
-        made.compile,
-        mode="none",
-        async_tp=False,
-        loss=False,
-        optimizer=False,
-        cuda_graphs=False,
-        async_tp_ops=Compile().async_tp_ops,
-    )
-    made.train.compute_dtype = "bfloat16" if made.train.compute_dtype == "auto" else made.train.compute_dtype
-    made.train.global_batch = None
-    made.ac.mode = "full" if made.ac.mode == "memory_budget" else made.ac.mode
-    if getattr(made, "quant", None) is not None:
-        made.quant = type(made.quant)()
-    nodes = made.pipeline.plugins
+    small = copy.deepcopy(config)
+    parallel = small.parallel
+    parallel.pp_stages, parallel.pp_first_stage_less_layers, parallel.pp_last_stage_less_layers = [], None, None
+    # one more block than stages, so that stages differ in length
+    small.model.num_layers = NUM_BLOCKS if job.mesh.pp == 1 else job.mesh.pp * job.stages_per_rank + 1
+    eager: dict[str, Any] = dict.fromkeys(("async_tp", "loss", "optimizer", "cuda_graphs"), False)
+    small.compile = dataclasses.replace(small.compile, mode="none", async_tp_ops=schema.Compile().async_tp_ops, **eager)
+    small.train.compute_dtype = "bfloat16" if small.train.compute_dtype == "auto" else small.train.compute_dtype
+    small.train.global_batch = None
+    small.ac.mode = "full" if small.ac.mode == "memory_budget" else small.ac.mode  # a budget is the compiler's
+    small.quant = schema.Quant()
+    nodes = small.pipeline.plugins
     if "pp" in nodes:
         nodes["pp"] = {**nodes["pp"], "stages": [], "first_less": None, "last_less": None}
-    for node, spec in (("compile", made.compile), ("ac", made.ac), ("quant", getattr(made, "quant", None))):
-        if node in nodes and spec is not None:
-            nodes[node] = dataclasses.asdict(spec)
+    nodes |= {
+        name: dataclasses.asdict(section)
+        for name, section in (("compile", small.compile), ("ac", small.ac), ("quant", small.quant))
+        if name in nodes
+    }
     if "async_tp" in nodes:
         nodes["async_tp"] = {**nodes["async_tp"], "enabled": False}
-    return made
+    return small
 
 
-def planned(job: Job, *, pipeline_rank: int = 0) -> Work:
-    """The same from the closed form."""
-    work = Work()
+def plan_work(job: Job, *, pipeline_rank: int = 0) -> StepWork:
+    """The same as ``trace_work``, from the planner's closed form."""
+    work = StepWork()
     stages = job.stages_of(pipeline_rank)
-    lists = [operators.head(job)] if any(stage.last for stage in stages) else []
+    operator_lists = [operators.head(job)] if any(stage.last for stage in stages) else []
     blocks = [block for stage in stages for block in stage.blocks]
-    for layer, (block, keeps) in enumerate(zip(blocks, kept_matmuls.block_levels(job.ac_keep, blocks=len(blocks)), strict=True)):
-        again = job.ac != "none" and (job.ac != "selective_layer" or layer % job.ac_every == 0)
-        lists += [operators.block_forward(job, block), operators.block_backward(job, block)]
-        lists += [operators.block_recompute(job, block, keeps)] if again else []
-    work.flops = job.microbatches * sum(operators.flops(one) for one in lists)
+    levels = kept_matmuls.block_levels(job.ac_keep, blocks=len(blocks))
+    for layer, (block, level) in enumerate(zip(blocks, levels, strict=True)):
+        recomputes = job.ac != "none" and (job.ac != "selective_layer" or layer % job.ac_every == 0)
+        operator_lists += [operators.block_forward(job, block), operators.block_backward(job, block)]
+        operator_lists += [operators.block_recompute(job, block, level)] if recomputes else []
+    work.flops = job.microbatches * sum(map(operators.gemm_flops, operator_lists))
     for (axis, op), (count, size, _, _) in step.plan_rank(job, pipeline_rank).times.comm.items():
         work.comm[axis, op] = [round(count), size]
     return work
@@ -249,22 +254,15 @@ def planned(job: Job, *, pipeline_rank: int = 0) -> Work:
 
 def compare(config: Config) -> list[dict[str, str]]:
     """Rows of the report: what, planned, traced."""
-    small = reduced(config)
+    small = reduce_config(config)
     job, rows = from_config.job(small), []
     for rank in range(job.mesh.pp):
-        mine, real = planned(job, pipeline_rank=rank), traced(small, pipeline_rank=rank)
-        where = f"pipeline rank {rank}: " if job.mesh.pp > 1 else ""
-        rows.append(
-            {
-                "what": f"{where}product FLOPs of {job.layers_of_ranks[rank]} blocks and the ends",
-                "planned": f"{mine.flops:,}",
-                "traced": f"{real.flops:,}",
-            }
-        )
-        for key in sorted({*mine.comm, *real.comm}):
-            texts = [
-                f"{count:,} x, {size:,.0f} bytes"
-                for count, size in (work.comm.get(key, [0, 0]) for work in (mine, real))
-            ]
-            rows.append({"what": where + " ".join(key), "planned": texts[0], "traced": texts[1]})
+        both = plan_work(job, pipeline_rank=rank), trace_work(small, pipeline_rank=rank)
+        prefix = f"pipeline rank {rank}: " if job.mesh.pp > 1 else ""
+        figures = {f"product FLOPs of {job.layers_of_ranks[rank]} blocks and the ends": [f"{w.flops:,}" for w in both]}
+        for key in sorted({*both[0].comm, *both[1].comm}):
+            entries = [work.comm.get(key, [0, 0]) for work in both]
+            figures[" ".join(key)] = [f"{count:,} x, {num_bytes:,.0f} bytes" for count, num_bytes in entries]
+        for name, (planned, traced) in figures.items():
+            rows.append({"what": prefix + name, "planned": planned, "traced": traced})
     return rows

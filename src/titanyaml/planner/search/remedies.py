@@ -1,7 +1,8 @@
 """What would make a configuration fit: the cheapest changes of different kinds, each legal and planned itself.
 
-First changes of one key are tried, then two and three kinds together, then meshes on the same devices and on more,
-alone and with others. Of each kind the fastest counts.
+First changes of one key are tried, then two and three kinds together, then other meshes of the same devices, then more
+devices, alone and with the strongest of the others. Three changes are named, of different kinds rather than the three
+fastest: whoever cannot change the mesh, or has no more devices, must find one too.
 """
 
 from __future__ import annotations
@@ -9,33 +10,40 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from titanyaml.config import schema
-from titanyaml.config.scalar_types import spell
 from titanyaml.config.rules import table
+from titanyaml.config.scalar_types import spell
 from titanyaml.config.schema import Config
-from titanyaml.planner.model import from_config, memory, memory_of_kept, step
+from titanyaml.planner.model import from_config, memory, step
 from titanyaml.planner.model.inputs import Job
 from titanyaml.planner.model.memory import Memory
 from titanyaml.planner.model.plan import Plan
 from titanyaml.planner.search import remedy_candidates
 from titanyaml.planner.search.remedy_candidates import Candidate
 
-#: How many are named.
-NAMED = 3
-#: A combination stands beside a part of it that fits too only where it is faster by this share.
+#: How many remedies are named.
+NUM_NAMED = 3
+#: A combination is named beside a part of it that fits too only where it is faster by this share.
 _WORTH = 0.01
-#: Kinds of changes that are tried beside another mesh.
-_BESIDE = {"recompute", "batch", "moments"}
+#: Kinds of changes that are tried together with another mesh.
+_WITH_MESH = {"recompute", "batch", "moments"}
+#: Kinds of change, and the keys that a change sets.
+_Sort = tuple[frozenset[str], frozenset[str]]
 
 
 @dataclass(frozen=True)
-class Change:
-    """typed: overrides to add to the command. tps: with it, a device. slowdown: share of the speed that it costs,
-    negative where it gains. devices: that it takes. kinds: what it changes."""
+class Remedy:
+    """A change after which a configuration fits.
+
+    Args:
+        typed: overrides to add to the command. tps: tokens/s of a device with it. slowdown: share of the speed that it
+            costs, negative where it gains. devices: that it takes. kinds: of change.
+    """
 
     typed: str
     tps: float
@@ -45,178 +53,191 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Ways:
-    """found: the changes that fit, the cheapest first. nearest: of those that do not, what to type for the smallest, ""
-    where none is legal; over_gib: by how much."""
+class Remedies:
+    """Remedies, the cheapest first; of what does not fit, the change that misses by the least ("": none is legal)."""
 
-    found: list[Change]
+    remedies: list[Remedy]
     nearest: str = ""
     over_gib: float = 0.0
 
-    def few(self) -> str:
-        """One line where fewer than ``NAMED`` fit, "" else."""
-        if len(self.found) == NAMED:
+    def remark(self) -> str:
+        """A line that says so where fewer than ``NUM_NAMED`` fit, else ""."""
+        if len(self.remedies) == NUM_NAMED:
             return ""
         missed = f"; the nearest, {self.nearest}, is {self.over_gib:.1f} GiB over" if self.nearest else ""
-        number = "none" if not self.found else f"no more than {len(self.found)}"
+        number = f"no more than {len(self.remedies)}" if self.remedies else "none"
         return f"{number} of the changes that were tried makes it fit{missed}"
 
 
-def changes(
+def find_remedies(
     config: Config,
-    made: Plan,
+    plan: Plan,
     *,
     limit_gib: float | None = None,
     hardware: schema.Hardware | None = None,
     cluster: schema.Cluster | None = None,
-) -> Ways:
-    """The three changes that cost the least speed after which ``config``, planned as ``made``, fits.
+) -> Remedies:
+    """The three changes that cost the least speed after which ``config``, planned as ``plan``, fits.
 
     Args:
         limit_gib: None: what the device has. hardware, cluster: in place of the configured ones.
     """
-    if made.fits and limit_gib is None:
-        return Ways([])
-    tried = _Tried(config, limit_gib or made.limit_gib, hardware, cluster)
+    if plan.fits and limit_gib is None:
+        return Remedies([])
+    trials = _Trials(config, limit_gib or plan.limit_gib, hardware, cluster)
     levers = remedy_candidates.levers(config)
-    tried.all(itertools.chain.from_iterable(levers))
-    tried.all(
-        one.joined(other) for some, others in itertools.combinations(levers, 2) for one in some for other in others
-    )
-    strongest = [ways[-1] for ways in levers]
-    if len(tried.kinds) < NAMED:
-        tried.all(one.joined(two).joined(three) for one, two, three in itertools.combinations(strongest, 3))
-    tried.meshes(remedy_candidates.meshes(config), levers)
-    times, grown = 2, 0
-    while times <= remedy_candidates.most_times(config) and grown < (1 if len(tried.kinds) > NAMED else NAMED):
-        grown += tried.meshes(remedy_candidates.larger(config, times), levers)
-        times *= 2
-    each = 1 if len(tried.fitting) >= NAMED else NAMED
-    found = [one for sort in tried.fitting for one in tried.fastest(sort, made, each)]
-    return Ways(_chosen(found), tried.nearest, tried.over / memory.GIB)
+    trials.try_all(itertools.chain.from_iterable(levers))
+    pairs = (itertools.product(*two_kinds) for two_kinds in itertools.combinations(levers, 2))
+    trials.try_all(first.joined(second) for first, second in itertools.chain.from_iterable(pairs))
+    strongest = [candidates[-1] for candidates in levers]
+    if len(trials.kinds) < NUM_NAMED:
+        triples = itertools.combinations(strongest, 3)
+        trials.try_all(first.joined(second).joined(third) for first, second, third in triples)
+    trials.try_meshes(remedy_candidates.meshes(config), strongest)
+    # one remedy with more devices is enough where others fit, and there the smallest number of devices is asked for
+    factor, new_kinds = 2, 0
+    while factor <= remedy_candidates.largest_factor(config):
+        if new_kinds >= (1 if len(trials.kinds) > NUM_NAMED else NUM_NAMED):
+            break
+        new_kinds += trials.try_meshes(remedy_candidates.larger_meshes(config, factor), strongest)
+        factor *= 2
+    number = 1 if len(trials.fitting) >= NUM_NAMED else NUM_NAMED
+    fastest = [remedy for sort in trials.fitting for remedy in trials.fastest(sort, plan, number)]
+    return Remedies(_select(fastest), trials.nearest, trials.over_bytes / memory.GIB)
 
 
-class _Tried:
-    """Candidates that were planned. fitting: those that fit, by their kinds and keys. nearest, over: of those that do
-    not, and bytes."""
+class _Trials:
+    """Candidates that were planned: by sort those that fit, and the nearest of those that do not."""
 
     def __init__(
         self, config: Config, limit_gib: float, hardware: schema.Hardware | None, cluster: schema.Cluster | None
     ) -> None:
         self.config, self.limit = config, limit_gib * memory.GIB
         self.hardware, self.cluster = hardware, cluster
-        self.fitting: dict[tuple[frozenset[str], frozenset[str]], list[tuple[str, Job, Memory]]] = {}
-        self.nearest, self.over = "", float("inf")
+        self.fitting: dict[_Sort, list[tuple[str, Job, Memory]]] = {}
+        self.nearest, self.over_bytes = "", math.inf
 
     @property
     def kinds(self) -> set[frozenset[str]]:
-        """Of what fits."""
+        """Kinds of what fits."""
         return {kinds for kinds, _ in self.fitting}
 
-    def all(self, many: Iterable[Candidate]) -> None:
-        """Try each."""
-        for one in many:
-            self.fits(one)
+    def try_all(self, candidates: Iterable[Candidate]) -> None:
+        """Plan each of them."""
+        for candidate in candidates:
+            self.fits(candidate)
 
-    def meshes(self, many: Iterator[Candidate], levers: list[list[Candidate]]) -> int:
-        """Try each mesh, alone or with the fewest of the strongest changes beside it that make it fit. Returns how many
-        kinds of change are new."""
-        before = len(self.kinds)
-        for mesh in many:
-            beside = [ways[-1] for ways in levers if ways[-1].kinds & _BESIDE]
+    def try_meshes(self, meshes: Iterable[Candidate], strongest: Sequence[Candidate]) -> int:
+        """Plan each mesh with the fewest of the strongest changes that make it fit.
+
+        Returns:
+            How many kinds of change fit that did not before.
+        """
+        num_kinds = len(self.kinds)
+        for mesh in meshes:
+            extras = [candidate for candidate in strongest if candidate.kinds & _WITH_MESH]
             if mesh.values.get("parallel.pp", 1) > 1:
-                beside.append(remedy_candidates.FREED)
-            if not self.fits(_joined(mesh, beside), note=False):
+                extras.append(remedy_candidates.FREE_WEIGHTS)
+            # with all of them it needs the least memory: most meshes end here
+            if not self.fits(_combined(mesh, extras), keep=False):
                 continue
-            for number in range(len(beside) + 1):
-                together = [_joined(mesh, some) for some in itertools.combinations(beside, number)]
-                if [one for one in together if self.fits(one)]:
+            for number in range(len(extras) + 1):
+                combined = [_combined(mesh, some) for some in itertools.combinations(extras, number)]
+                fitting = [candidate for candidate in combined if self.fits(candidate)]  # all of this number are kept
+                if fitting:
                     break
-        return len(self.kinds) - before
+        return len(self.kinds) - num_kinds
 
-    def fits(self, one: Candidate, *, note: bool = True) -> bool:
-        """Whether a candidate is legal and fits; note: keep it."""
-        config = _applied(self.config, one.values)
-        if not one.values or table.check_rules(dataclasses.asdict(config)):
+    def fits(self, candidate: Candidate, *, keep: bool = True) -> bool:
+        """Whether a candidate is legal and fits; keep: remember it."""
+        config = _applied(self.config, candidate.values)
+        if not candidate.values or table.check_rules(dataclasses.asdict(config)):
             return False
         job = from_config.job(config, hardware=self.hardware, cluster=self.cluster)
-        room = memory_of_kept.plan_memory(job)
-        over, typed = room.with_margin - self.limit, _typed(one.values)
-        if over > 0:
-            if over < self.over:
-                self.nearest, self.over = typed, over
+        planned = memory.plan_memory(job)
+        over_bytes, typed = planned.with_margin - self.limit, _overrides(candidate.values)
+        if over_bytes > 0:
+            if over_bytes < self.over_bytes:
+                self.nearest, self.over_bytes = typed, over_bytes
             return False
-        if note:
-            self.fitting.setdefault((one.kinds, frozenset(one.values)), []).append((typed, job, room))
+        if keep:
+            sort = candidate.kinds, frozenset(candidate.values)
+            self.fitting.setdefault(sort, []).append((typed, job, planned))
         return True
 
-    def fastest(self, sort: tuple[frozenset[str], frozenset[str]], made: Plan, number: int) -> list[Change]:
-        """So many of one sort, over ``made``. Timed in the order of a bound, until no other can be faster."""
+    def fastest(self, sort: _Sort, plan: Plan, number: int) -> list[Remedy]:
+        """The ``number`` fastest of one sort, beside ``plan``.
+
+        Timing takes longer than checking memory. So they are timed in the order of a bound that no candidate can be
+        faster than, until none that is left can be among the fastest.
+        """
         bounded = sorted(
             (
-                (job.tokens_per_step / job.mesh.world_size / step.least_seconds(job), typed, job, room)
-                for typed, job, room in self.fitting[sort]
+                (job.tokens_per_step / job.mesh.world_size / step.least_seconds(job), typed, job, planned)
+                for typed, job, planned in self.fitting[sort]
             ),
             key=lambda entry: -entry[0],
         )
-        best: list[Change] = []
-        for most, typed, job, room in bounded:
-            if len(best) == number and most <= best[-1].tps:
+        fastest: list[Remedy] = []
+        for highest_tps, typed, job, planned in bounded:
+            if len(fastest) == number and highest_tps <= fastest[-1].tps:
                 break
-            tps = Plan(job, step.plan_step(job), room).tps
-            best.append(Change(typed, tps, 1 - tps / made.tps, job.mesh.world_size, tuple(sorted(sort[0]))))
-            best = sorted(best, key=lambda one: -one.tps)[:number]
-        return best
+            tps = Plan(job, step.plan_step(job), planned).tps
+            fastest.append(Remedy(typed, tps, 1 - tps / plan.tps, job.mesh.world_size, tuple(sorted(sort[0]))))
+            fastest = sorted(fastest, key=lambda remedy: -remedy.tps)[:number]
+        return fastest
 
 
-def _joined(mesh: Candidate, others: Iterable[Candidate]) -> Candidate:
+def _combined(mesh: Candidate, others: Iterable[Candidate]) -> Candidate:
+    """A mesh with other changes. It keeps the sequences of its own step, and resets what it does not read."""
     for other in others:
-        mesh = _with(mesh, other)
+        if "batch" in other.kinds:
+            local_batch = {"train.local_batch": other.values["train.local_batch"]}
+            mesh = Candidate(mesh.kinds | other.kinds, mesh.values | local_batch)
+        else:
+            mesh = other.joined(mesh)
     return mesh
 
 
-def _with(mesh: Candidate, other: Candidate) -> Candidate:
-    """A mesh keeps the sequences of its own step, and resets what it does not read."""
-    return (
-        other.joined(mesh)
-        if "batch" not in other.kinds
-        else Candidate(mesh.kinds | other.kinds, mesh.values | {"train.local_batch": other.values["train.local_batch"]})
-    )
-
-
-def _chosen(found: list[Change]) -> list[Change]:
-    """The cheapest, of different kinds: one on another mesh and one on more devices, more of these where nothing else
-    is left."""
-    found = sorted(found, key=lambda one: (one.slowdown, one.devices))
-    worth = [
-        one
-        for one in found
-        if not any(set(other.kinds) < set(one.kinds) and other.slowdown <= one.slowdown + _WORTH for other in found)
+def _select(remedies: list[Remedy]) -> list[Remedy]:
+    """The cheapest of different kinds: at most one on another mesh and one on more devices, unless too few are left."""
+    remedies = sorted(remedies, key=_cost)
+    worthwhile = [
+        remedy
+        for remedy in remedies
+        if not any(
+            set(part.kinds) < set(remedy.kinds) and part.slowdown <= remedy.slowdown + _WORTH for part in remedies
+        )
     ]
-    picked: dict[Any, Change] = {}
-    for one in worth:
-        picked.setdefault("devices" if "devices" in one.kinds else "mesh" if _mesh(one) else one.kinds, one)
-    for one in worth:
-        picked.setdefault(_mesh(one) or one.kinds, one)
-    for one in found:
-        picked.setdefault(one.kinds, one)
-    picked |= {one.typed: one for one in found}
-    first = list(dict.fromkeys(picked.values()))[:NAMED]
-    return sorted(first, key=lambda one: (one.slowdown, one.devices))
+    # by what they change, from the strictest distinction to none: the first of each fills the list
+    selected: dict[Any, Remedy] = {}
+    for remedy in worthwhile:
+        is_larger, is_mesh = "devices" in remedy.kinds, bool(_longer_axis(remedy))
+        selected.setdefault("devices" if is_larger else "mesh" if is_mesh else remedy.kinds, remedy)
+    for remedy in worthwhile:
+        selected.setdefault(_longer_axis(remedy) or remedy.kinds, remedy)
+    for remedy in remedies:
+        selected.setdefault(remedy.kinds, remedy)
+    selected |= {remedy.typed: remedy for remedy in remedies}
+    return sorted(list(dict.fromkeys(selected.values()))[:NUM_NAMED], key=_cost)
 
 
-def _mesh(one: Change) -> str:
-    """The axis that a change makes longer on the same devices, "" where it does not."""
-    return next((kind for kind in one.kinds if kind.startswith("mesh")), "")
+def _cost(remedy: Remedy) -> tuple[float, int]:
+    return remedy.slowdown, remedy.devices
 
 
-def _typed(values: dict[str, Any]) -> str:
+def _longer_axis(remedy: Remedy) -> str:
+    """The kind that names the axis which grows on the same devices, "" without."""
+    return next((kind for kind in remedy.kinds if kind.startswith("mesh")), "")
+
+
+def _overrides(values: dict[str, Any]) -> str:
     return " ".join(f"{key}={spell(value)}" for key, value in values.items())
 
 
 def _applied(config: Config, values: dict[str, Any]) -> Config:
-    made: Config = copy.copy(config)
+    changed: Config = copy.copy(config)
     for key, value in values.items():
         section, name = key.split(".")
-        setattr(made, section, dataclasses.replace(getattr(made, section), **{name: value}))
-    return made
+        setattr(changed, section, dataclasses.replace(getattr(changed, section), **{name: value}))
+    return changed

@@ -19,7 +19,8 @@ from titanyaml.config.keys import MAX_RANKS
 from titanyaml.config.rules.hints import find_group_resets
 from titanyaml.config.schema import Config
 from titanyaml.config.schema_keys import keys_of
-from titanyaml.planner.search.space import LONGEST_AXES
+from titanyaml.planner.search.space import LONGEST_AXES, divisors
+from titanyaml.planner.search.variants import default_of
 
 #: Modes of ``ac`` from the least to the most recomputation.
 _AC_MODES = ("none", "memory_budget", "selective_op", "full")
@@ -73,10 +74,10 @@ def meshes(config: Config) -> Iterator[Candidate]:
     sizes = _degrees(config)
     batch = degrees.global_batch(config, sizes)
     for source, target in itertools.permutations(_MOVABLE_AXES, 2):
-        for factor in _divisors_above_1(sizes[source]):
+        for factor in divisors(sizes[source])[1:]:
             moved = sizes | {source: sizes[source] // factor, target: sizes[target] * factor}
             yield from _on_mesh(config, moved, f"mesh with more {target}", batch=batch)
-    for ep in _divisors_above_1(config.model.moe.num_experts):
+    for ep in divisors(config.model.moe.num_experts)[1:]:
         if sizes["dp_shard"] * sizes["cp"] * sizes["tp"] % ep == 0:
             yield from _on_mesh(config, sizes | {"ep": ep}, "mesh with more ep", batch=batch)
 
@@ -96,10 +97,6 @@ def largest_factor(config: Config) -> int:
 
 def _degrees(config: Config) -> dict[str, int]:
     return degrees.resolve_degrees(config.parallel, world_size=world.count_ranks(config))
-
-
-def _divisors_above_1(number: int) -> list[int]:
-    return [divisor for divisor in range(2, number + 1) if number % divisor == 0]
 
 
 def _grown(sizes: dict[str, int], factor: int) -> Iterator[dict[str, int]]:
@@ -133,7 +130,7 @@ def _candidate(config: Config, kinds: set[str], values: dict[str, Any]) -> Candi
 
     def differs(key: str, value: Any) -> bool:
         section, name = key.split(".")
-        return getattr(getattr(config, section), name) != value
+        return bool(getattr(getattr(config, section), name) != value)
 
     return Candidate(frozenset(kinds), {key: value for key, value in values.items() if differs(key, value)})
 
@@ -177,8 +174,7 @@ def _on_mesh(
         sizes[axis] > max(longest, getattr(config.parallel, axis)) for axis, longest in LONGEST_AXES.items()
     ):
         return
-    unread = [key for axis, keys in _KEYS_OF_AXIS.items() if sizes[axis] == 1 for key in keys]
-    defaults = {key: keys_of(type(getattr(config, key.split(".")[0])))[key.split(".")[1]].default for key in unread}
+    defaults = {key: default_of(key) for axis, keys in _KEYS_OF_AXIS.items() if sizes[axis] == 1 for key in keys}
     values = defaults | {f"parallel.{axis}": sizes[axis] for axis in degrees.AXES} | (extra or {})
     if batch is None:
         yield _candidate(config, {kind}, values)

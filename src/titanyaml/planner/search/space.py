@@ -1,7 +1,7 @@
 """What a search tries: meshes, and for each of them what else is chosen, as values of keys.
 
-A cell is everything but recomputation and float8 kernels. Those two are tried coarsely for every cell, then finely where
-the cell can be among the fastest (``fastest.py``).
+A cell is everything but recomputation and float8 kernels. Those two are tried coarsely for every cell, then finely
+where the cell can be among the fastest (``fastest.py``).
 """
 
 from __future__ import annotations
@@ -21,18 +21,9 @@ from titanyaml.config.schema.plugins import FLOAT8
 Values = dict[str, Any]
 #: Keys that are chosen for each candidate, beside its degrees; all others stay as the command has them.
 CHOSEN_KEYS = (
-    "launch.nproc",
-    "train.local_batch",
-    "train.global_batch",
-    "ac.mode",
-    "ac.keep_products",
-    "quant.recipe",
-    "quant.fsdp_float8_all_gather",
-    "quant.product",
-    "optim.master",
-    "parallel.pp_schedule",
-    "compile.async_tp",
-)
+    "launch.nproc", "train.local_batch", "train.global_batch", "ac.mode", "ac.keep_products", "quant.recipe",
+    "quant.fsdp_float8_all_gather", "quant.product", "optim.master", "parallel.pp_schedule", "compile.async_tp",
+)  # fmt: skip
 #: Longest axes that are tried unasked; tp stays within a host.
 LONGEST_AXES = {"cp": 8, "pp": 16}
 
@@ -75,7 +66,7 @@ def cells(config: Config, space: Space) -> Iterator[Values]:
             continue
         async_tp = space.async_tp if mesh["tp"] > 1 and config.compile.mode != "none" else (False,)
         schedules = space.schedule if mesh["pp"] > 1 else (config.parallel.pp_schedule,)
-        local_batches = space.local_batch or _divisors(global_batch // data_degree)
+        local_batches = space.local_batch or divisors(global_batch // data_degree)
         mesh_values: Values = {"launch.nproc": None, **{f"parallel.{axis}": degree for axis, degree in mesh.items()}}
         for local_batch, (recipe, gather), schedule, is_async in itertools.product(
             local_batches, _recipes(config, space, mesh), schedules, async_tp
@@ -99,13 +90,13 @@ def typed_kernels(space: Space, recipe: str) -> list[Values]:
 
 
 def own_kernels(config: Config, space: Space, recipe: str) -> list[Values]:
-    """Our own float8 GEMM kernels, tried unasked beside ``typed_kernels`` where Triton runs; also with split masters,
-    which make the room that the kernels' kept inputs take."""
+    """Our own float8 GEMM kernels, tried unasked beside ``typed_kernels`` where Triton runs."""
     can_run = recipe in FLOAT8 and not config.quant.emulate and config.kernels.name != "torch"
     if not can_run or (space.product is not None and "own" not in space.product):
         return []
     configured = {"quant.product": config.quant.product, "optim.master": config.optim.master}
     tried_already = [configured | values for values in typed_kernels(space, recipe)]
+    # split masters too: they make the room that the inputs take which own kernels keep
     masters = space.master or tuple(dict.fromkeys((config.optim.master, "split")))
     own = [{"quant.product": "own", "optim.master": master} for master in masters]
     return [values for values in own if values not in tried_already]
@@ -114,10 +105,11 @@ def own_kernels(config: Config, space: Space, recipe: str) -> list[Values]:
 def usual_modes(space: Space) -> list[Values]:
     """Ways to recompute that every cell is tried with, the least first; of modes with steps, the configured one."""
     modes: list[Values] = []
+    asks_for_layers = space.ac != Space.ac or "ac.every" in space.typed
     for mode in space.ac:
         if mode == "selective_op" and space.keep_products:
             modes += [{"ac.mode": mode, "ac.keep_products": share} for share in space.keep_products]
-        elif mode != "selective_layer" or space.ac != Space.ac or "ac.every" in space.typed:
+        elif mode != "selective_layer" or asks_for_layers:
             modes.append({"ac.mode": mode})
     return modes
 
@@ -141,7 +133,7 @@ def _meshes(config: Config, space: Space) -> Iterator[dict[str, int]]:
     axes, gpus_per_host = space.axes, config.cluster.gpus_per_host
 
     def sizes(axis: str, number: int, longest: int) -> list[int]:
-        return [size for size in _divisors(number) if (size in axes[axis] if axis in axes else size <= longest)]
+        return [size for size in divisors(number) if (size in axes[axis] if axis in axes else size <= longest)]
 
     for tp in sizes("tp", world_size, gpus_per_host):
         for cp in sizes("cp", world_size // tp, LONGEST_AXES["cp"]):
@@ -159,26 +151,24 @@ def _meshes(config: Config, space: Space) -> Iterator[dict[str, int]]:
 
 def _with_experts(config: Config, meshes: Iterator[dict[str, int]], space: Space) -> Iterator[dict[str, int]]:
     """Each mesh with every degree over which its experts can be spread; 1 where there are none."""
-    divisors = _divisors(config.model.moe.num_experts) if config.model.moe.num_experts else [1]
-    expert_degrees = [size for size in divisors if size in space.axes.get("ep", divisors)]
+    degrees_of_ep = divisors(config.model.moe.num_experts) or [1]
+    expert_degrees = [size for size in degrees_of_ep if size in space.axes.get("ep", degrees_of_ep)]
     for mesh in meshes:
         for ep in expert_degrees:
             if mesh["dp_shard"] * mesh["cp"] * mesh["tp"] % ep == 0:
                 yield mesh | {"ep": ep}
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def mesh_name(mesh: dict[str, int]) -> str:
     """What is typed after ``parallel=``."""
-    parts = []
-    if mesh["dp_replicate"] > 1 and mesh["dp_shard"] > 1:
-        parts.append(f"hsdp{mesh['dp_replicate']}x{mesh['dp_shard']}")
-    elif mesh["dp_replicate"] > 1:
-        parts.append(f"ddp{mesh['dp_replicate']}")
-    elif mesh["dp_shard"] > 1:
-        parts.append(f"fsdp{mesh['dp_shard']}")
+    replicas, shards = mesh["dp_replicate"], mesh["dp_shard"]
+    if replicas > 1 and shards > 1:
+        parts = [f"hsdp{replicas}x{shards}"]
+    else:
+        parts = [f"{name}{size}" for name, size in (("ddp", replicas), ("fsdp", shards)) if size > 1]
     parts += [f"{axis}{mesh[axis]}" for axis in ("tp", "cp", "pp", "ep") if mesh[axis] > 1]
     return "_".join(parts) or "single"

@@ -17,7 +17,7 @@ from titanyaml.config.rules.hints import find_group_resets
 from titanyaml.config.rules.view import Rule, Unknown, View
 from titanyaml.config.scalar_types import spell
 from titanyaml.config.schema import Config
-from titanyaml.config.schema_keys import keys_of
+from titanyaml.config.schema_keys import find_key
 from titanyaml.planner.search import space
 from titanyaml.planner.search.space import Values
 
@@ -76,7 +76,7 @@ class Variants:
         words.append(f"ac={values['ac.mode']}")
         for key, value in (values | self._unread(values)).items():
             name = key.partition(".")[2]
-            default = keys_of(type(_section_of(self.base, key)))[name].default
+            default = default_of(key)
             is_unread = key == "parallel.pp_schedule" and mesh["pp"] == 1
             is_in_words = key in (*_BATCH_KEYS, "ac.mode", "launch.nproc") or name in mesh
             if is_unread or is_in_words:
@@ -136,6 +136,13 @@ def _by_section(values: Values) -> dict[str, dict[str, Any]]:
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     return sections
+
+
+def default_of(key: str) -> Any:
+    """The schema's default of a dotted key."""
+    found = find_key(key)
+    assert found is not None, key
+    return found.default
 
 
 def _section_of(config: Config, key: str) -> Any:

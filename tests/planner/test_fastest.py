@@ -11,9 +11,9 @@ from rich.console import Console
 
 from titanyaml.config import schema
 from titanyaml.config.rules import table
-from titanyaml.planner.model import from_config, memory, memory_of_kept
-from titanyaml.planner.model import plan as planning
-from titanyaml.planner.search import choose_ac, neighbours, search, space
+from titanyaml.planner.model import from_config, memory
+from titanyaml.planner.model.plan import plan_job
+from titanyaml.planner.search import choose_ac, variants, fastest, space
 from titanyaml.planner.search.space import Space
 from titanyaml.runner import search_progress
 
@@ -22,14 +22,14 @@ SIXTEEN = ["hardware=h100_500w", "model=llama3_8b", "launch.nproc=16", "train.gl
 
 def _planned(config, tried: Space, values: list[space.Values]) -> dict[str, float]:
     """Tokens/s of those that are legal, by all rules, and fit; by what is typed."""
-    near, found = neighbours.Around(config), {}
+    near, found = variants.Variants(config), {}
     for one in values:
         made = near.config(one)
         if table.check_rules(dataclasses.asdict(made)):
             continue
-        plan = planning.plan(from_config.job(made))
+        plan = plan_job(from_config.job(made))
         if plan.total_gib * (1.28 if plan.memory.lower_bound else 1) <= plan.limit_gib:
-            found[near.change(one)] = plan.tps
+            found[near.overrides(one)] = plan.tps
     return found
 
 
@@ -40,7 +40,7 @@ def _fastest(found: dict[str, float]) -> list[float]:
 def test_the_bound_leaves_none_of_the_fastest_out(configure) -> None:
     config = configure(*SIXTEEN)
     tried = Space(axes={"cp": (1,), "pp": (1, 2)}, ac=("none", "full"), quant=("none",))
-    found = search.search(config, tried)
+    found = fastest.find_fastest(config, tried)
     every = [cell | {"ac.mode": mode} for cell in space.cells(config, tried) for mode in tried.ac]
     fitting = _planned(config, tried, every)
     assert found.tried == len(every) > found.legal > found.fitted == len(fitting) > 30
@@ -70,7 +70,7 @@ def test_own_products_and_steps_are_those_of_every_cell(configure) -> None:
         schedule=("1F1B",),
         local_batch=(1, 2, 4, 8),
     )
-    found = search.search(config, tried)
+    found = fastest.find_fastest(config, tried)
     every = [
         cell | kernels
         for cell in space.cells(config, tried)
@@ -82,17 +82,17 @@ def test_own_products_and_steps_are_those_of_every_cell(configure) -> None:
         shares = [one | {"ac.mode": "selective_op", "ac.keep_products": share / 8} for share in range(9)]
         fit = _planned(config, tried, [share for share in shares if _leaves_room(config, share)])
         none = one | {"ac.mode": "none"}
-        if fit and not (neighbours.Around(config).change(none) in modes and _leaves_room(config, none)):
+        if fit and not (variants.Variants(config).overrides(none) in modes and _leaves_room(config, none)):
             steps |= dict([max(fit.items(), key=lambda two: two[1])])
     assert [one.plan.tps for one in found.best] == pytest.approx(_fastest(modes | steps))
-    first = found.best[0].change
+    first = found.best[0].overrides
     assert "quant.product=own" in first and first in steps and first not in modes
 
 
 def _leaves_room(config, values: space.Values) -> bool:
-    job = from_config.job(neighbours.Around(config).config(values))
+    job = from_config.job(variants.Variants(config).config(values))
     limit = (job.device.memory_gib - job.device.reserve_gib) * (1 - choose_ac.RESERVE)
-    return memory_of_kept.plan_memory(job).with_margin / memory.GIB <= limit
+    return memory.plan_memory(job).with_margin / memory.GIB <= limit
 
 
 def test_70b_is_faster_with_what_nobody_typed(configure) -> None:
@@ -104,8 +104,8 @@ def test_70b_is_faster_with_what_nobody_typed(configure) -> None:
     usual = dataclasses.replace(
         tried, product=("torchao",), keep_products=(0.5,), ac=("none", "memory_budget", "selective_op", "full")
     )
-    one, other = search.search(config, tried).best[0], search.search(config, usual).best[0]
-    assert "quant.product" not in other.change
+    one, other = fastest.find_fastest(config, tried).best[0], fastest.find_fastest(config, usual).best[0]
+    assert "quant.product" not in other.overrides
     assert one.plan.tps > 8 / 7 * other.plan.tps
 
 
@@ -123,17 +123,17 @@ def test_what_is_typed_is_kept(configure, overrides: list[str], changes: dict[st
         typed=frozenset(changes),
         **given,
     )
-    found = search.search(config, tried).best
-    own = any("quant.product=own" in one.change for one in found)
+    found = fastest.find_fastest(config, tried).best
+    own = any("quant.product=own" in one.overrides for one in found)
     assert own == ("optim.master" in changes)
-    assert not any("optim.master=split" in one.change for one in found)
-    assert all(f"{key}={value}" in one.change for one in found for key, value in changes.items())
+    assert not any("optim.master=split" in one.overrides for one in found)
+    assert all(f"{key}={value}" in one.overrides for one in found for key, value in changes.items())
 
 
 def test_a_typed_key_is_never_left_unread(configure) -> None:
     config = dataclasses.replace(configure(*SIXTEEN), ac=schema.ActivationCheckpointing(every=4))
     tried = Space(axes={"pp": (1,), "cp": (1,)}, quant=("none",), typed=frozenset({"ac.every"}))
-    found = search.search(config, tried)
+    found = fastest.find_fastest(config, tried)
     assert {(one.plan.job.ac, one.plan.job.ac_every) for one in found.best} == {("selective_layer", 4)}
     assert found.refused == {"ac.every is typed, and nothing would read it": found.tried - found.legal}
 
@@ -141,7 +141,7 @@ def test_a_typed_key_is_never_left_unread(configure) -> None:
 def test_rules_asked_once_say_what_all_rules_say(configure) -> None:
     """Also where what a rule reads next depends on what it has read."""
     config = configure(*SIXTEEN)
-    near, seen = neighbours.Around(config), set()
+    near, seen = variants.Variants(config), set()
     tried = Space(axes={"cp": (1, 2)}, schedule=("1F1B", "ZBVZeroBubble"))
     for cell in list(space.cells(config, tried))[::7]:
         for mode in ("none", "full"):
@@ -157,8 +157,8 @@ def test_rules_asked_once_say_what_all_rules_say(configure) -> None:
 def test_progress_is_told_in_lines_now_and_then(configure, monkeypatch) -> None:
     out, clock = io.StringIO(), itertools.count(step=0.25)
     monkeypatch.setattr(search_progress.time, "monotonic", lambda: next(clock))
-    with search_progress.Progress(Console(file=out, width=80)) as progress:
-        found = search.search(configure(*SIXTEEN), Space(axes={"pp": (1,), "cp": (1,)}), progress.tell)
+    with search_progress.ProgressLine(Console(file=out, width=80)) as progress:
+        found = fastest.find_fastest(configure(*SIXTEEN), Space(axes={"pp": (1,), "cp": (1,)}), progress.show)
     lines, asked = out.getvalue().splitlines(), next(clock) / 0.25
     assert found.tried < asked and len(lines) == pytest.approx(asked * 0.25 / 5, rel=0.05)
     for doing in ("every mesh and batch", "own products"):
@@ -169,13 +169,13 @@ def test_progress_is_told_in_lines_now_and_then(configure, monkeypatch) -> None:
 def test_a_choice_is_planned_as_it_was_found(configure) -> None:
     config = configure(*SIXTEEN)
     tried = Space(axes={"tp": (2,), "pp": (2,), "cp": (1,)}, quant=("float8_tensorwise",), ac=("selective_op",))
-    found = search.search(config, tried).best
+    found = fastest.find_fastest(config, tried).best
     assert {one.plan.job.tokens_per_step for one in found} == {32 * 8192}
     assert {one.plan.job.schedule for one in found} == {"1F1B", "Interleaved1F1B"}
     for one in (found[0], found[-1]):
-        again = from_config.job(configure("hardware=h100_500w", "model=llama3_8b", *one.change.split()))
-        assert memory_of_kept.plan_memory(again).total / memory.GIB == pytest.approx(one.plan.total_gib)
-        assert planning.plan(again).tps == pytest.approx(one.plan.tps)
+        again = from_config.job(configure("hardware=h100_500w", "model=llama3_8b", *one.overrides.split()))
+        assert memory.plan_memory(again).total / memory.GIB == pytest.approx(one.plan.total_gib)
+        assert plan_job(again).tps == pytest.approx(one.plan.tps)
 
 
 def test_70b_is_at_least_as_fast_as_published(configure) -> None:
@@ -190,7 +190,7 @@ def test_70b_is_at_least_as_fast_as_published(configure) -> None:
         "compile.async_tp=true",
     )
     tried = Space(axes={"tp": (4, 8), "cp": (1,), "pp": (1, 2)}, quant=("none",), ac=("selective_op", "full"))
-    found = search.search(
+    found = fastest.find_fastest(
         configure(
             "hardware=h100_500w",
             "model=llama3_70b",
@@ -201,22 +201,24 @@ def test_70b_is_at_least_as_fast_as_published(configure) -> None:
         tried,
     )
     assert found.legal >= 300
-    assert found.best[0].plan.tps >= planning.plan(from_config.job(published)).tps
+    assert found.best[0].plan.tps >= plan_job(from_config.job(published)).tps
 
 
 def test_a_device_without_float8_is_searched_without(configure) -> None:
     tried = Space(axes={"pp": (1,), "cp": (1,)}, ac=("full",))
-    found = search.search(configure(*SIXTEEN[1:], "hardware=a100_80gb"), tried)
+    found = fastest.find_fastest(configure(*SIXTEEN[1:], "hardware=a100_80gb"), tried)
     assert {one.plan.job.quant for one in found.best} == {"none"}
 
 
 def test_a_batch_that_is_not_given_grows_with_the_mesh(configure) -> None:
     meshes = tuple({"dp_replicate": 1, "dp_shard": size, "cp": 1, "tp": 1, "pp": 1, "ep": 1} for size in (8, 16))
-    found = search.search(configure("train.local_batch=2"), Space(meshes=meshes, ac=("full",), quant=("none",)))
+    found = fastest.find_fastest(configure("train.local_batch=2"), Space(meshes=meshes, ac=("full",), quant=("none",)))
     assert {one.plan.job.tokens_per_step for one in found.best} == {2 * 8 * 512, 2 * 16 * 512}
 
 
 def test_experts_are_spread_as_is_fastest(configure) -> None:
     config = configure("model=qwen3_30b_a3b", "launch.nproc=16", "train.global_batch=16", "train.local_batch=1")
-    found = search.search(config, Space(axes={"pp": (1,), "cp": (1,), "tp": (1,)}, ac=("full",), quant=("none",)))
+    found = fastest.find_fastest(
+        config, Space(axes={"pp": (1,), "cp": (1,), "tp": (1,)}, ac=("full",), quant=("none",))
+    )
     assert len({one.plan.job.mesh.ep for one in found.best}) > 3

@@ -15,11 +15,11 @@ from titanyaml.distributed import comm
 from titanyaml.distributed.env import Env
 from titanyaml.errors import ConfigError
 from titanyaml.planner.model import from_config, memory
-from titanyaml.planner.model import plan as planning
-from titanyaml.planner.search import choose_ac as planned
+from titanyaml.planner.model.plan import plan_job
+from titanyaml.planner.search import choose_ac
 from titanyaml.rundir import RunDir
-from titanyaml.runner import plan, recompute
-from titanyaml.runner.train import Trainer
+from titanyaml.runner import plan, auto_ac
+from titanyaml.runner.train import build_trainer
 
 CPU = Env(0, 1, 0, torch.device("cpu"), "gloo")
 #: 3.6 B parameters and 16,384 tokens on one H200, with the memory that was measured for each mode.
@@ -33,11 +33,9 @@ RUN = (
 )
 
 
-def chosen(config) -> planned.Choice:
-    limit_gib, why = planned.limit(
-        config, device_gib=config.hardware.memory_gib, reserve_gib=config.hardware.reserve_gib
-    )
-    return planned.choose(config, from_config.job(config), limit_gib=limit_gib, why=why)
+def chosen(config) -> choose_ac.AcChoice:
+    limit = choose_ac.memory_limit(config, device_gib=config.hardware.memory_gib)
+    return choose_ac.choose(config, from_config.job(config), limit)
 
 
 @pytest.mark.parametrize(
@@ -48,14 +46,14 @@ def test_the_less_memory_the_more_is_recomputed(configure, gib, wanted) -> None:
     config = configure(*RUN, *([] if gib is None else [f"ac.memory_gib={gib}"]))
     choice = chosen(config)
     assert choice.fits and choice.ac.mode == wanted
-    assert choice.limit_gib == (pytest.approx((139.8 - 1.5) * 0.95) if gib is None else gib)
+    assert choice.limit.gib == (pytest.approx((139.8 - 1.5) * 0.95) if gib is None else gib)
     faster = [option for option in choice.options if option.step_s < choice.plan.step.seconds * 0.98]
     assert not any(option.fits for option in faster), "nothing faster fits"
-    assert choice.plan.memory.total / memory.GIB <= choice.limit_gib
-    concrete = planned.concrete(config, choice)
+    assert choice.plan.memory.total / memory.GIB <= choice.limit.gib
+    concrete = choose_ac.concrete(config, choice)
     assert concrete.ac.mode == concrete.pipeline.plugins["ac"]["mode"] == wanted
     assert config.ac.mode == config.pipeline.plugins["ac"]["mode"] == "auto", "what was asked stays"
-    again = planning.plan(from_config.job(concrete))
+    again = plan_job(from_config.job(concrete))
     assert again.total_gib == choice.plan.total_gib, "the plan of the concrete configuration is the one that was shown"
 
 
@@ -70,7 +68,7 @@ def test_as_many_products_are_kept_as_fit(configure) -> None:
 
 def test_more_kept_products_take_more_memory_and_less_time(configure) -> None:
     job = from_config.job(configure(*RUN, "ac.memory_gib=72", "parallel=fsdp2"))
-    plans = [planning.plan(replace(job, ac="selective_op", ac_keep=share)) for share in (0.0, 0.25, 0.5, 0.6071, 1.0)]
+    plans = [plan_job(replace(job, ac="selective_op", ac_keep=share)) for share in (0.0, 0.25, 0.5, 0.6071, 1.0)]
     assert sorted(plans, key=lambda made: made.total_gib) == sorted(plans, key=lambda made: made.tps) == plans
     stream = 2 * job.tokens * job.shape.dim * job.shape.num_layers
     units = [made.memory.parts["activations"] / stream for made in plans]
@@ -97,7 +95,7 @@ def test_nothing_fits(configure) -> None:
     choice = chosen(configure(*typed))
     assert not choice.fits and choice.ac.mode == "full" and "which does not fit" in choice.sentence()
     with pytest.raises(ConfigError) as error:
-        recompute.settle(configure(*typed), CPU)
+        auto_ac.resolve(configure(*typed), CPU)
     [problem] = error.value.problems
     assert problem.key == "ac.mode" and f"even ac=full is planned to need {least:.1f} GiB of" in problem.message
     assert "the largest part is optimizer with 3.4 GiB" in problem.message
@@ -109,7 +107,7 @@ def test_nothing_fits(configure) -> None:
 
 def test_one_device_that_is_too_small_needs_more_of_them(configure) -> None:
     with pytest.raises(ConfigError, match="(?s)largest part is optimizer with 40.3 GiB.*try: optim.name=adamw_8bit or"):
-        recompute.settle(configure(*RUN, "ac.memory_gib=50"), CPU)
+        auto_ac.resolve(configure(*RUN, "ac.memory_gib=50"), CPU)
 
 
 def test_the_smallest_device_counts_on_all_ranks(configure, monkeypatch) -> None:
@@ -119,8 +117,10 @@ def test_the_smallest_device_counts_on_all_ranks(configure, monkeypatch) -> None
     config = configure(*RUN, "runner=train", "tokenizer=bytes", "data=synthetic", "tracker=none", "hardware=auto")
     monkeypatch.setattr("titanyaml.hardware.detect", lambda device: None)
     env = Env(0, 2, 0, torch.device("cuda"), "gloo")
-    made, choice = recompute.settle(config, env)
-    assert choice.limit == "81.0 of the device less 1.5 and 5%" and choice.limit_gib == pytest.approx(79.5 * 0.95)
+    made, choice = auto_ac.resolve(config, env)
+    assert choice.limit.source == "81.0 of the device less 1.5 and 5%" and choice.limit.gib == pytest.approx(
+        79.5 * 0.95
+    )
     assert made.ac.mode == made.pipeline.plugins["ac"]["mode"] == "selective_op", "timed as an H200, since unknown"
 
 
@@ -130,10 +130,10 @@ def test_the_smallest_device_counts_on_all_ranks(configure, monkeypatch) -> None
 )
 def test_a_typed_limit_leaves_the_device_its_margin(configure, typed: str, limit_gib: float, why: str) -> None:
     config = configure(*RUN, f"ac.memory_gib={typed}")
-    made, choice = plan._settled(config)
-    assert (choice.limit_gib, choice.limit) == (pytest.approx(limit_gib), why)
+    made, choice = plan._resolve_ac(config)
+    assert (choice.limit.gib, choice.limit.source) == (pytest.approx(limit_gib), why)
     assert made.hardware.memory_gib == pytest.approx(limit_gib + 1.5), "the plan of it is held to the same"
-    assert recompute.settle(replace(config, runner=replace(config.runner, name="check")), CPU)[1].limit == why
+    assert auto_ac.resolve(replace(config, runner=replace(config.runner, name="check")), CPU)[1].limit.source == why
 
 
 def train(path: Path, compose, *overrides: str) -> tuple[list[float], RunDir]:
@@ -161,7 +161,7 @@ def train(path: Path, compose, *overrides: str) -> tuple[list[float], RunDir]:
     run = RunDir(path)
     run.path.mkdir()
     (path / "config.yaml").write_text("ac:\n  mode: auto\n")
-    trainer = Trainer(config, run, CPU)
+    trainer = build_trainer(config, run, CPU)
     try:
         trainer.fit()
     finally:
