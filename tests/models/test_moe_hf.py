@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tests.models.cases import MIXTURES, build, relative, tokens
 from titanyaml.config.decoder_shape import DecoderShape
-from titanyaml.config.rules.moe import num_mixtures
 from titanyaml.config.schema import Model, MoE, RopeScaling
 from titanyaml.errors import ConfigError
 from titanyaml.loss import CrossEntropy
@@ -64,7 +63,9 @@ def test_shipped_mixtures_have_the_parameters_of_the_architecture(name: str) -> 
     assert sum(p.numel() for p in peer.parameters()) == facts.num_params
     shape = DecoderShape.of(spec)
     assert (shape.num_params, shape.num_active_params) == PUBLISHED[name]
-    assert num_mixtures(spec) == sum(bool(layout.experts) for layout in decoder.build(spec).facts.layouts)
+    assert sum(block.mixture for block in DecoderShape.of(spec).blocks) == sum(
+        bool(layout.experts) for layout in decoder.build(spec).facts.layouts
+    )
 
 
 def test_what_a_family_cannot_say_is_refused() -> None:

@@ -489,7 +489,7 @@ def test_off_and_refused(monkeypatch) -> None:
     assert "needs the node 'compile', which is off: compile.mode is auto" in needs.message
     assert unknown.key == "compile.async_tp_ops"
     assert unknown.allowed == "some of all_gather, reduce_scatter; or auto alone"
-    with pytest.raises(PipelineError, match="the node that does it is not on"):
+    with pytest.raises(PipelineError, match="pipeline.plugins.async_tp: is off, but compile.async_tp is true"):
         resolve({"tp": TP, "compile": {**COMPILE, "async_tp": True}}, ctx)
     with monkeypatch.context() as patch:
         patch.delattr("torch._inductor.fx_passes.micro_pipeline_tp.fuse_matmul_reduce_scatter")

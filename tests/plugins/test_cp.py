@@ -92,7 +92,10 @@ def refused(rank: int, method: str) -> str:
 
 @pytest.mark.parametrize(
     ("method", "message"),
-    [("ring", "ring takes no mask"), ("allgather", "layers.1.attention is a Identity; its sequence cannot be split")],
+    [
+        ("ring", "ring takes no mask"),
+        ("allgather", "layers.1.attention is a Identity, which cannot be split; only Attention can"),
+    ],
 )
 def test_what_cannot_be_split_is_refused(method: str, message: str) -> None:
     assert run_ranks(refused, 2, method) == [message] * 2
@@ -102,8 +105,13 @@ def test_off_and_refused_before_a_rank_starts() -> None:
     assert resolve({"cp": cp("ring")}, context(spec())).off == {"cp": "parallel.cp is 1"}
     for method, changes, key, hint in [
         ("striped", {}, "parallel.cp_method", ""),
-        ("ring", {"seq_len": 18}, "train.seq_len", "train.seq_len=24"),
-        ("ulysses", {}, "parallel.cp_method", "parallel.cp_method=allgather"),
+        ("ring", {"seq_len": 18}, "train.seq_len", "train.seq_len=16 or train.seq_len=24"),
+        (
+            "ulysses",
+            {},
+            "parallel.cp_method",
+            "parallel.cp_method=allgather or parallel.cp_method=ring or parallel.cp=2",
+        ),
     ]:
         with pytest.raises(PipelineError) as error:
             resolve({"cp": cp(method)}, context(spec(), dims=ParallelDims(cp=4), **changes))

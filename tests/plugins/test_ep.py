@@ -172,7 +172,7 @@ def replaced(rank: int) -> str:
 
 def test_what_is_not_experts_is_not_left_whole_in_silence() -> None:
     assert run_ranks(replaced, 2)[0] == (
-        "layers.1.feed_forward.experts is a Identity, which cannot be spread; only Experts can"
+        "layers.1.feed_forward.experts is a Identity, which cannot be split; only Experts can"
     )
 
 

@@ -19,7 +19,7 @@ from titanyaml.distributed.compat import fake_tensors
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
 from titanyaml.pipeline.resolve import resolve, verify
-from titanyaml.plugins.fsdp import FullyShard, _IntoFreed
+from titanyaml.plugins.fsdp import FullyShard, ReduceIntoFreedMemory
 
 ACCUMULATION = 2
 #: float32 masters and reduction, bfloat16 compute: the default on a GPU.
@@ -213,7 +213,7 @@ def gradients_of_a_gpu(reuse: bool, *, width: int = 2048, layers: int = 24) -> t
     for layer in model.cuda():
         fully_shard(layer, mesh=mesh)
         if reuse:
-            layer.set_custom_reduce_scatter(_IntoFreed())
+            layer.set_custom_reduce_scatter(ReduceIntoFreedMemory())
     x = torch.randn(4 * width, width, device="cuda")
     for _ in range(3):
         model.zero_grad(set_to_none=True)
@@ -248,6 +248,6 @@ def test_results_of_reductions_lie_in_the_computing_streams_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default of {device}")
     monkeypatch.setattr(torch.cuda, "stream", stream)
     with fake_tensors():
-        result = _IntoFreed().allocate((3, 5), dtype=torch.float32, device=torch.device("cuda", 0))
+        result = ReduceIntoFreedMemory().allocate((3, 5), dtype=torch.float32, device=torch.device("cuda", 0))
     assert result.shape == (3, 5) and result.dtype == torch.float32
     assert entered == ["default of cuda:0"]

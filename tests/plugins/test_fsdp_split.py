@@ -15,8 +15,7 @@ from tests.ranks import run_ranks
 from titanyaml import optim
 from titanyaml.config import schema
 from titanyaml.distributed.mesh import ParallelDims
-from titanyaml.kernels.master_weights import split_master
-from titanyaml.kernels.master_weights import full_precision
+from titanyaml.kernels.master_weights import full_precision, split_master
 from titanyaml.plugins.fsdp import FullyShard
 
 MIXED = {"param_dtype": torch.float32, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -72,7 +71,8 @@ def dots(rank: int, dims: ParallelDims, parts: list[list[int]]) -> dict[str, Ten
     model.to_empty(device="cpu")
     named = dict(model.named_parameters())
     masters = {
-        name: split_master(distribute_tensor(initial(name), p.device_mesh, p.placements), p) for name, p in named.items()
+        name: split_master(distribute_tensor(initial(name), p.device_mesh, p.placements), p)
+        for name, p in named.items()
     }
     found = {f"{name} 0": whole(full_precision(p.detach(), masters[name])) for name, p in named.items()}
     optimizer = optim.build(schema.Optim(), named, masters=masters, device="cpu", one_backward=len(parts) == 1)

@@ -331,10 +331,10 @@ def test_every_stage_counts_in_the_norm() -> None:
 def test_off_and_refused(tmp_path: Path) -> None:
     assert resolve({"pp": PP}, context(spec())).off == {"pp": "parallel.pp is 1"}
     for node, accumulation, text in [
-        ({"schedule": "nonsense"}, 2, "is 'nonsense'; there are GPipe"),
-        ({"schedule": "1F1B", "stages_per_rank": 2}, 2, "1F1B cannot run 2 stages on a rank"),
-        ({"schedule": "ZBVZeroBubble"}, 2, "2 microbatches do not fill ZBVZeroBubble on 2 ranks"),
-        ({"schedule": "Interleaved1F1B", "stages_per_rank": 3}, 2, "4 layers are fewer than 6 stages"),
+        ({"schedule": "nonsense"}, 2, "is 'nonsense'"),
+        ({"schedule": "1F1B", "stages_per_rank": 2}, 2, "parallel.pp_stages_per_rank: is 2, which 1F1B cannot run"),
+        ({"schedule": "ZBVZeroBubble"}, 2, "2 microbatches of . sequences do not fill ZBVZeroBubble on 2 ranks"),
+        ({"schedule": "Interleaved1F1B", "stages_per_rank": 3}, 2, "is 4, fewer than the 6 stages of 2 pipeline ranks"),
         ({"stages": ["1", "2"]}, 2, "the stages have 3 layers, the model 4"),
         ({"schedule_csv": str(tmp_path / "no.csv")}, 2, "No such file"),
     ]:

@@ -33,7 +33,7 @@ from tests.ranks import run_ranks
 from titanyaml.distributed import compat_compile
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
-from titanyaml.plugins.quant import OwnProduct
+from titanyaml.plugins.quant import OwnFloat8Matmul
 
 # ---- training
 
@@ -203,12 +203,12 @@ def test_own_products_of_gathered_inputs_make_tp_equal() -> None:
 def gathered_both_ways(rank: int, dims: ParallelDims, nodes: dict[str, Any]) -> list[dict[str, Any]]:
     """Cast before the gather, and, with a product that cannot, behind it."""
     found = [on_mesh(rank, dims, nodes, {})]
-    able = OwnProduct.of_parts
-    OwnProduct.of_parts = lambda self, group: None
+    able = OwnFloat8Matmul.with_gathered_input
+    OwnFloat8Matmul.with_gathered_input = lambda self, group: None
     try:
         return [*found, on_mesh(rank, dims, nodes, {})]
     finally:
-        OwnProduct.of_parts = able
+        OwnFloat8Matmul.with_gathered_input = able
 
 
 @pytest.mark.parametrize("more", [{}, {"compile": COMPILE, "ac": {**AC, "mode": "selective_op"}}], ids=["eager", "ac"])

@@ -1,106 +1,80 @@
-"""Names and shapes of the decoder's modules, without building it, and which of its layers float8 is for."""
+"""Names of the decoder's modules, without building it, and which of its linear layers are converted to float8."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from titanyaml.config.decoder_shape import DecoderShape, LinearShape
+from titanyaml.config.rules.view import problem
 from titanyaml.config.scalar_types import spell
 from titanyaml.errors import Problem
 
-#: Sides of a product are multiples of this: what the float8 GEMM takes; mxfp8 has one scale per 32 numbers.
+#: Both dimensions of a weight are multiples of this: 16 for the float8 GEMM of cuBLAS and CUTLASS, 32 for mxfp8, which
+#: has one scale per 32 numbers.
 ALIGNMENT = {"float8_tensorwise": 16, "float8_rowwise": 16, "float8_rowwise_with_gw_hp": 16, "mxfp8": 32}
 
 
-class Layer(NamedTuple):
-    """A linear layer: its name, the sides of its weight [n, k], and which of them tp ranks divide."""
+def linear_layers(model: Any) -> dict[str, LinearShape]:
+    """The linear layers of all blocks by name. Experts, router, embedding and head are none.
 
-    name: str
-    n: int
-    k: int
-    split: str
-
-    def on_each(self, tp: int) -> tuple[int, int]:
-        """(n, k) of the weight that one of ``tp`` ranks multiplies with."""
-        return (self.n // tp, self.k) if self.split == "n" else (self.n, self.k // tp)
-
-
-def linear_layers(model: Any) -> list[Layer]:
-    """The linear layers of the blocks, of the model's sizes (``schema.Model``, or a view of it); experts are none."""
-    width = model.head_dim or model.dim // model.num_heads
-    queries, keys = model.num_heads * width, model.num_kv_heads * width
-    found = []
-    for index in range(model.num_layers):
-        attention, ffn = f"layers.{index}.attention", f"layers.{index}.feed_forward"
-        found += [
-            Layer(f"{attention}.wq", queries, model.dim, "n"),
-            Layer(f"{attention}.wk", keys, model.dim, "n"),
-            Layer(f"{attention}.wv", keys, model.dim, "n"),
-            Layer(f"{attention}.wo", model.dim, queries, "k"),
-        ]
-        inner = model.ffn_dim
-        if _is_mixture(model, index):
-            ffn, inner = f"{ffn}.shared", model.moe.shared_ffn_dim
-        if inner:
-            found += [Layer(f"{ffn}.{name}", inner, model.dim, "n") for name in ("w1", "w3")]
-            found.append(Layer(f"{ffn}.w2", model.dim, inner, "k"))
-    return found
+    Args:
+        model: a ``schema.Model``, or a rule's view of one.
+    """
+    shape = DecoderShape.of(model)
+    layers = {}
+    for index, block in enumerate(shape.blocks):
+        for linear in shape.attention_linears:
+            layers[f"layers.{index}.attention.{linear.name}"] = linear
+        feed_forward = "feed_forward.shared" if block.mixture else "feed_forward"
+        for linear in shape.ffn_linears(shape.width(block)):
+            layers[f"layers.{index}.{feed_forward}.{linear.name}"] = linear
+    return layers
 
 
 def module_names(model: Any) -> set[str]:
-    """The names of all modules of the decoder but the root's."""
-    names = {layer.name for layer in linear_layers(model)} | {"layers", "norm", "tok_embeddings"}
-    names |= set() if model.tie_embeddings else {"output"}
-    for index in range(model.num_layers):
-        block = f"layers.{index}"
+    """The names of all modules of the decoder, without the decoder's own."""
+    names = {*linear_layers(model), "layers", "norm", "tok_embeddings"}
+    if not model.tie_embeddings:
+        names.add("output")
+    for index, block in enumerate(DecoderShape.of(model).blocks):
         inner = ["attention_norm", "attention", "ffn_norm", "feed_forward"]
-        inner += ["attention.q_norm", "attention.k_norm"] * model.qk_norm
-        if _is_mixture(model, index):
+        if model.qk_norm:
+            inner += ["attention.q_norm", "attention.k_norm"]
+        if block.mixture:
             inner += ["feed_forward.router", "feed_forward.experts"]
-            inner += ["feed_forward.shared"] * bool(model.moe.shared_ffn_dim)
-        names |= {block, *(f"{block}.{name}" for name in inner)}
+        if block.mixture and model.moe.shared_ffn_dim:
+            inner.append("feed_forward.shared")
+        names |= {f"layers.{index}", *(f"layers.{index}.{name}" for name in inner)}
     return names
 
 
-def _is_mixture(model: Any, index: int) -> bool:
-    """As ``models.moe.is_mixture``."""
-    moe = model.moe
-    return bool(moe.num_experts and index >= moe.first_dense and (index + 1) % moe.every == 0)
-
-
-def filter_without_module(filters: Sequence[str], names: Collection[str], *, example: str) -> Problem | None:
-    """What is wrong with ``quant.filter_fqns``: an entry that is in no name of a module.
+def check_filters(filters: Sequence[str], names: Collection[str], *, example: str) -> Problem | None:
+    """The problem of ``quant.filter_fqns`` with an entry that is part of no module's name.
 
     Args:
-        example: name of a linear layer.
+        names: of modules. example: name of a linear layer.
     """
+    key, allowed = "quant.filter_fqns", f"parts of names such as {example}"
     if "" in filters:
-        return Problem(
-            "quant.filter_fqns",
-            "has an empty text, which names no layer",
-            allowed=f"parts of names such as {example}",
-            hint=f"'quant.filter_fqns={spell([part for part in filters if part])}'",
-        )
+        remaining = spell([part for part in filters if part])
+        return problem(key, "has an empty text, which names no layer", allowed, f"'{key}={remaining}'")
     absent = next((part for part in filters if not any(part in name for name in names)), None)
     if absent is None:
         return None
-    short = sorted({name.rpartition(".")[2] for name in names})
-    [near] = difflib.get_close_matches(absent, short, n=1, cutoff=0)
-    left = [near if part == absent else part for part in filters]
-    return Problem(
-        "quant.filter_fqns",
-        f"has {absent!r}, which is in no module's name",
-        allowed=f"parts of names such as {example}",
-        hint=f"'quant.filter_fqns={spell(left)}'",
-    )
+    last_parts = sorted({name.rpartition(".")[2] for name in names})
+    [similar] = difflib.get_close_matches(absent, last_parts, n=1, cutoff=0)
+    corrected = spell([similar if part == absent else part for part in filters])
+    return problem(key, f"has {absent!r}, which is in no module's name", allowed, f"'{key}={corrected}'")
 
 
 def reason_for_high_precision(quant: Any, name: str, n: int, k: int, *, tp: int = 1) -> str:
-    """Why a layer whose weight is [n, k] on each of ``tp`` ranks stays as it is; "" where it is converted.
+    """Why a layer stays in high precision; "" if it is converted.
 
     Args:
-        quant: with the recipe and the filters of the group's keys.
+        quant: has the recipe and the filters (``schema.Quant``, a view of it, or the plugin).
+        n, k: output and input features on each of ``tp`` ranks: what a rank multiplies decides.
     """
     if part := next((part for part in quant.filter_fqns if part in name), ""):
         return f"quant.filter_fqns has {part!r}"
@@ -114,7 +88,8 @@ def reason_for_high_precision(quant: Any, name: str, n: int, k: int, *, tp: int 
 
 
 def _is_small(recipe: str, n: int, k: int) -> bool:
-    """Whether the casts are likely to cost what the product gains (torchao's measurements on H100, by recipe)."""
+    """Whether casts are likely to cost what the float8 GEMM gains."""
+    # torchao's measurements on H100 (torchao/float8/float8_linear_utils.py), by recipe
     if recipe == "float8_tensorwise":
         return n <= 1024 and k <= 4096
     return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)

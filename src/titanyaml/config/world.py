@@ -60,6 +60,11 @@ def resolve_token_degree(c: Any) -> int | None:
     return resolve_product(c, "dp_replicate", "dp_shard", "cp") or None
 
 
+def has_gpu(c: Any) -> bool:
+    """Whether the device is a GPU. A plan is always of one, whatever this machine has."""
+    return c.runner.name == "plan" or bool(machine.gpus())
+
+
 def has_plugin_for(c: Any, node: str) -> bool:
     """Whether ``node`` is on, or a plugin that does not ship is on: it may do the same in the node's place."""
     return node in _active_nodes(c) or not only_shipped_plugins(c)

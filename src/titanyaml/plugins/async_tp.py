@@ -1,9 +1,12 @@
-"""Async tensor parallelism: a transfer of the tp group and the matrix product next to it run piece by piece, together.
+"""Async tensor parallelism: a collective of the tp ranks and the matmul next to it run piece by piece, together.
 
 While one slice of the sequence is multiplied the next one travels, over symmetric memory, without occupying the
 compute units that a collective kernel takes (Wang et al. 2023, "Overlap communication with dependent computation via
-decomposition"). Inductor puts the fused operators into the compiled graphs; this plugin tells it to, counts what came
-of it and says what was left alone.
+decomposition"). Inductor puts the fused operators into the compiled graphs; this plugin tells it to, counts what was
+fused and reports what was not.
+
+Inductor has a switch of its own for this. It fuses all or nothing and reports nothing, so it is not used: the hook for
+custom passes is (``distributed.compat_async_tp``).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from titanyaml.config.rules.async_tp import AUTO, OPERATORS, check_operators
+from titanyaml.config.rules.view import problem
 from titanyaml.distributed import async_tp_times
 from titanyaml.distributed.async_tp_times import Clock, PlaceTimes
 from titanyaml.distributed.collective_places import CollectivePlace, block_places
@@ -26,20 +31,19 @@ from titanyaml.pipeline.protocol import Change, Context
 if TYPE_CHECKING:
     from titanyaml.distributed.compat_async_tp import Fusions
 
-OPERATORS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
-#: In place of kinds: what was measured to gain.
-AUTO = "auto"
+_WORDS = dict(zip(OPERATORS, ("all-gather", "reduce-scatter"), strict=True))
+_OFF = "compile.async_tp=false"
 
 
 class AsyncTensorParallel:
-    """Fuse the tp group's collectives with matrix products when the model is compiled.
+    """Fuse the tp group's collectives with matmuls when the model is compiled.
 
     Args:
-        enabled: whether to.
-        operators: kinds of collectives that are fused: all_gather (before a product), reduce_scatter (behind one); or
-            auto alone: those of both kinds that are faster fused, each shape timed on these ranks first. Without a
-            GPU nothing can be timed and all are fused.
-        cache_dir: folder that keeps the times for the next run; None: they are taken anew.
+        enabled: ``compile.async_tp``.
+        operators: collectives that are fused: all_gather (before a matmul), reduce_scatter (behind one); or auto alone:
+            those of both kinds that are faster fused, each shape timed on these ranks first. Without a GPU nothing can
+            be timed and all are fused.
+        cache_dir: folder that keeps the times for the next run; None: measured anew.
     """
 
     stage = "async_tp"
@@ -48,28 +52,20 @@ class AsyncTensorParallel:
     clock: Clock | None = None
 
     def __init__(
-        self, *, enabled: bool = True, operators: Sequence[str] = tuple(OPERATORS), cache_dir: str | None = None
+        self, *, enabled: bool = True, operators: Sequence[str] = OPERATORS, cache_dir: str | None = None
     ) -> None:
         self.enabled, self.cache_dir = enabled, cache_dir
-        self.auto = AUTO in operators
-        self.typed, self.operators = tuple(operators), tuple(OPERATORS) if self.auto else tuple(operators)
+        self.configured, self.auto = tuple(operators), AUTO in operators
+        self.operators = OPERATORS if self.auto else self.configured
 
     def reason_off(self, ctx: Context) -> str:
-        """Off where it was not asked for."""
+        """Off unless ``compile.async_tp`` is true."""
         return "" if self.enabled else "compile.async_tp is false"
 
     def check(self, ctx: Context) -> list[Problem]:
-        """There is something to fuse."""
-        if self.typed == (AUTO,) or (self.typed and set(self.typed) <= set(OPERATORS)):
-            return []
-        return [
-            Problem(
-                "compile.async_tp_ops",
-                f"is {list(self.typed)}",
-                allowed=f"some of {', '.join(OPERATORS)}; or {AUTO} alone",
-                hint=f"compile.async_tp_ops=[{','.join(OPERATORS)}] or compile.async_tp_ops=[{AUTO}]",
-            )
-        ]
+        """The operators exist (``config/rules/async_tp.py``)."""
+        refusal = check_operators(self.configured)
+        return [refusal] if refusal else []
 
     def apply(self, model: nn.Module, ctx: Context) -> tuple[nn.Module, Change]:
         """Set Inductor's hook. The graphs are built by the first step.
@@ -78,7 +74,9 @@ class AsyncTensorParallel:
             PipelineError: the hook is in use, or this release of torch lacks something.
         """
         assert ctx.mesh is not None, "more than one rank and no mesh"
-        times = self._times(model, ctx) if self.auto else None
+        # before compilation: a pass of the compiler runs only on ranks that do not find the graph in their cache, so
+        # that a measurement in it could wait for a rank that never comes
+        times = self._measure(model, ctx) if self.auto else None
         wins = None if times is None else {place: time.wins for place, time in times.items()}
         try:
             from titanyaml.distributed import compat_async_tp  # Inductor takes seconds to import
@@ -87,31 +85,31 @@ class AsyncTensorParallel:
                 ctx.mesh["tp"].get_group().group_name, self.operators, device_type=ctx.device.type, wins=wins
             )
         except (ImportError, RuntimeError) as error:
-            raise PipelineError(str(error), key="compile.async_tp", hint="compile.async_tp=false") from error
+            raise PipelineError(str(error), key="compile.async_tp", hint=_OFF) from error
         self.earlier = compat_async_tp.fusions()
-        kinds = " and ".join(f"{name}s" for op, name in OPERATORS.items() if op in self.operators)
-        where = "" if ctx.device.type == "cuda" else "; without a GPU this checks function and gains no speed"
-        choice = "" if times is None else f", where that was measured to gain: {'; '.join(_told(times))}"
-        if self.auto and times is None:
+        kinds = " and ".join(f"{_WORDS[operator]}s" for operator in OPERATORS if operator in self.operators)
+        choice = ""
+        if times is not None:
+            choice = f", where that was measured to gain: {'; '.join(_describe_times(times))}"
+        elif self.auto:
             choice = ", all of them, since nothing was measured"
-        return model, Change(
-            f"{kinds} of tp({ctx.dims.tp}) will be fused with matrix products when the blocks are compiled{choice}"
-            f"{where}",
-            list(ctx.facts.blocks),
-        )
+        speed = "" if ctx.device.type == "cuda" else "; without a GPU this checks function and gains no speed"
+        fused = f"{kinds} of tp({ctx.dims.tp}) will be fused with matrix products when the blocks are compiled"
+        return model, Change(f"{fused}{choice}{speed}", list(ctx.facts.blocks))
 
-    def _times(self, model: nn.Module, ctx: Context) -> dict[CollectivePlace, PlaceTimes] | None:
-        """Times of each place of the blocks; None where they cannot be taken: no GPU, ranks that do not exist."""
-        if not self.measures(ctx):
+    def _measure(self, model: nn.Module, ctx: Context) -> dict[CollectivePlace, PlaceTimes] | None:
+        """Times of each place of the blocks; None where they cannot be measured."""
+        if not self.can_measure(ctx):
             return None
+        assert ctx.mesh is not None, "more than one rank and no mesh"
         tokens = ctx.local_batch * ctx.seq_len // ctx.dims.cp
         cache = Path(self.cache_dir).expanduser().absolute() / "async_tp.json" if self.cache_dir else None
+        places = []
+        for float8 in (False, True):
+            columns, rows = _features(model, ctx, float8=float8)
+            places += block_places(tokens, ctx.facts.dim, columns, rows, float8=float8)
         return async_tp_times.measure(
-            [
-                place
-                for float8 in (False, True)
-                for place in block_places(tokens, ctx.facts.dim, *_features(model, ctx, float8=float8), float8=float8)
-            ],
+            places,
             TensorGroup.of(ctx.mesh["tp"]),
             batch=ctx.local_batch,
             dtype=ctx.compute_dtype,
@@ -120,8 +118,8 @@ class AsyncTensorParallel:
             clock=self.clock,
         )
 
-    def measures(self, ctx: Context) -> bool:
-        """Whether these ranks can be timed."""
+    def can_measure(self, ctx: Context) -> bool:
+        """Whether these ranks can be timed: they have GPUs and exist (a trace has ranks that do not)."""
         return self.clock is not None or (ctx.device.type == "cuda" and torch.distributed.get_backend() != "fake")
 
     def verify(self, model: nn.Module, ctx: Context) -> Change:
@@ -133,55 +131,47 @@ class AsyncTensorParallel:
         from titanyaml.distributed import compat_async_tp
 
         counts = compat_async_tp.fusions() - self.earlier
-        left = [
-            f"{number} {OPERATORS[kind]}{'s' * (number > 1)} {side}: {reason}"
-            for (side, kind, reason), number in sorted(counts.unfused.items())
-        ]
-        slower = (
-            self.auto and not counts.fused and any(reason == compat_async_tp.SLOWER for *_, reason in counts.unfused)
-        )
-        if slower:
+        reasons = {reason for *_, reason in counts.unfused}
+        # a measurement that speaks against fusing is a result, not a failure; but the user should know
+        all_slower = self.auto and not counts.fused and compat_async_tp.SLOWER in reasons
+        if all_slower:
             ctx.log.warning(
                 "compile.async_tp is true and fuses NOTHING: every place was measured slower when fused; "
-                "compile.async_tp=false is the same and starts faster"
+                f"{_OFF} is the same and starts faster"
             )
-        problems = [] if slower else self._missing(counts, left)
-        if problems:
+        elif problems := self._find_missing(counts):
             raise PipelineError(problems)
         fused = [
-            f"{counts.fused['forward', op]} + {counts.fused['backward', op]} {OPERATORS[op]}s" for op in self.operators
+            f"{counts.fused['forward', op]} + {counts.fused['backward', op]} {_WORDS[op]}s" for op in self.operators
         ]
-        nothing = "NOTHING was fused, since every place was measured slower so; " if slower else ""
-        return Change(
-            f"{nothing}fused in the compiled graphs, forward + backward: {', '.join(fused)}"
-            f"; left as they are: {'; '.join(left) or 'none'}",
-            list(ctx.facts.blocks),
-        )
+        nothing = "NOTHING was fused, since every place was measured slower so; " if all_slower else ""
+        unfused = "; ".join(_describe_unfused(counts)) or "none"
+        summary = f"fused in the compiled graphs, forward + backward: {', '.join(fused)}; left as they are: {unfused}"
+        return Change(f"{nothing}{summary}", list(ctx.facts.blocks))
 
-    def _missing(self, counts: Fusions, left: list[str]) -> list[Problem]:
-        """A problem for each kind that was asked for by name and fused nowhere; under auto, one if nothing was."""
-        absent = [one for one in self.operators if not any(kind == one for _, kind in counts.fused)]
-        if self.auto and len(absent) < len(self.operators):
+    def _find_missing(self, counts: Fusions) -> list[Problem]:
+        """A problem for each kind that was fused nowhere; under auto only if nothing at all was fused."""
+        fused = {kind for _, kind in counts.fused}
+        missing = [operator for operator in self.operators if operator not in fused]
+        if self.auto and len(missing) < len(self.operators):
             return []
         problems = []
-        for operator in absent:
-            causes = [line for line, (_, kind, _) in zip(left, sorted(counts.unfused), strict=True) if kind == operator]
+        for operator in missing:
+            causes = _describe_unfused(counts, operator)
             causes = causes or ["no compiled graph holds one; compile.backend=inductor is the one backend that fuses"]
-            others = [] if self.auto else [one for one in self.operators if one != operator]
-            ways = [f"compile.async_tp_ops=[{','.join(others)}]"] * bool(others) + ["compile.async_tp=false"]
-            problems.append(
-                Problem(
-                    "compile.async_tp",
-                    f"no {OPERATORS[operator]} was fused ({'; '.join(causes)})",
-                    hint=" or ".join(ways),
-                )
-            )
+            others = ",".join(other for other in self.operators if other != operator)
+            fewer = f"compile.async_tp_ops=[{others}]" if others and not self.auto else ""
+            message = f"no {_WORDS[operator]} was fused ({'; '.join(causes)})"
+            problems.append(problem("compile.async_tp", message, "", fewer, _OFF))
         return problems
 
 
 def _features(model: nn.Module, ctx: Context, *, float8: bool) -> tuple[set[tuple[int, ...]], set[int]]:
-    """On this rank, of the layers that multiply in float8 or those that do not: output features of those that read one
-    gathered tensor, and input features of those whose outputs are summed."""
+    """Sizes on this rank of the layers that multiply in float8, or of those that do not.
+
+    Returns:
+        Output features of the layers that read one gathered tensor; input features of layers whose outputs are summed.
+    """
     columns, rows = set(), set()
     for block, layout in zip(ctx.facts.blocks, ctx.facts.layouts, strict=True):
         layers = {name: model.get_submodule(f"{block}.{name}") for name in (*layout.column, *layout.row)}
@@ -189,15 +179,24 @@ def _features(model: nn.Module, ctx: Context, *, float8: bool) -> tuple[set[tupl
         shapes = {name: local(layer.weight).shape for name, layer in layers.items()}
         for entry in layout.entries:
             readers = [name for name in layout.column if name.startswith(f"{entry}.")]
-            if readers and chosen.issuperset(readers):
+            if readers and chosen.issuperset(readers):  # a mixed entry has no fused operator
                 columns.add(tuple(shapes[name][0] for name in readers))
         rows |= {shapes[name][1] for name in chosen.intersection(layout.row)}
     return columns, rows
 
 
-def _told(times: dict[CollectivePlace, PlaceTimes]) -> list[str]:
-    """What was measured and decided, a place each."""
+def _describe_times(times: dict[CollectivePlace, PlaceTimes]) -> list[str]:
     return [
         f"{place} {time.apart:.3f} ms, fused {time.fused:.3f}: {'fused' if time.wins else 'left'}"
         for place, time in times.items()
     ]
+
+
+def _describe_unfused(counts: Fusions, operator: str = "") -> list[str]:
+    """Collectives of one kind, or of all, that were not fused, and why."""
+    lines = []
+    for (side, kind, reason), number in sorted(counts.unfused.items()):
+        if operator in ("", kind):
+            plural = "s" if number > 1 else ""
+            lines.append(f"{number} {_WORDS[kind]}{plural} {side}: {reason}")
+    return lines

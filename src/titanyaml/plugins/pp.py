@@ -6,24 +6,16 @@ First of all plugins, on meta: what comes after sees this rank's blocks only, un
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import nn
 
+from titanyaml.config.rules import pipeline_parallel as rules
+from titanyaml.config.rules.values import check_values
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.models.decoder import Decoder
 from titanyaml.pipeline.protocol import Change, Context
 from titanyaml.pipeline_parallel.partition import PipelinePartition, make_partition
 from titanyaml.pipeline_parallel.staged import StagedModel
-from titanyaml.pipeline_schedule import actions
-from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
-from titanyaml.pipeline_schedule.validate import first_violation
-
-#: Nodes that take a backward as one, and why.
-_WHOLE_BACKWARD = {
-    "compile": "and that of a compiled block is one graph",
-    "ac": "for which torch would recompute a block ten times",
-}
 
 
 class PipelineParallel:
@@ -56,53 +48,37 @@ class PipelineParallel:
         return "parallel.pp is 1" if ctx.dims.pp == 1 else ""
 
     def check(self, ctx: Context) -> list[Problem]:
-        """The schedule can be run with so many microbatches and layers. The rule table says the same earlier."""
-        try:
-            violation = self._violation(ctx)
-            partition = None if violation else self._partition(ctx)
-        except (OSError, ValueError) as error:
-            violation, partition = str(error), None
-        if violation:
-            return [Problem("parallel.pp_schedule_csv" if self.schedule_csv else "parallel.pp_schedule", violation)]
-        if not any(action.kind == "I" for order in partition.orders() for action in order):
-            return []
-        routers = (
-            [
-                Problem(
-                    "parallel.pp_schedule",
-                    "runs each backward in two parts, in which routers cannot report",
-                    hint="parallel.pp_schedule=Interleaved1F1B",
-                )
-            ]
-            if ctx.facts.num_experts
-            else []
-        )
-        return routers + [
-            Problem(
-                f"{node}.mode",
-                f"is on, but the schedule runs each backward in two parts, {why}",
-                hint=f"{node}=none or parallel.pp_schedule=Interleaved1F1B",
-            )
-            for node, why in _WHOLE_BACKWARD.items()
-            if node in ctx.active
-        ]
+        """The schedule can be run with so many microbatches and layers (``config/rules/pipeline_parallel.py``)."""
+        # one after the other: each check relies on the ones before it
+        if problems := check_values("parallel", pp_schedule=self.schedule):
+            return problems
+        refusal = self._check_schedule(ctx) or self._check_stages(ctx)
+        return [refusal] if refusal else self._check_backward(ctx)
 
-    def _violation(self, ctx: Context) -> str:
+    def _check_schedule(self, ctx: Context) -> Problem | None:
         ranks, microbatches = ctx.dims.pp, ctx.accumulation
+        sequences = ctx.local_batch * ctx.dims.data_degree
         if self.schedule_csv is not None:
-            grid = actions.read(Path(self.schedule_csv).expanduser())
-            if violation := first_violation(grid, ranks=ranks):
-                return f"{self.schedule_csv}: {violation}"
-            needed = actions.microbatches(grid)
-            return "" if needed == microbatches else f"runs {needed} microbatches, not {microbatches}"
-        kind = SCHEDULE_KINDS.get(self.schedule)
-        if kind is None:
-            return f"is {self.schedule!r}; there are {', '.join(SCHEDULE_KINDS)}"
-        if not kind.allows_stages(kind.stages_per_rank(self.stages_per_rank)):
-            return f"{kind.name} cannot run {self.stages_per_rank} stages on a rank"
-        if not kind.is_filled_by(microbatches, ranks=ranks):
-            return f"{microbatches} microbatches do not fill {kind.name} on {ranks} ranks"
-        return ""
+            unreadable = rules.check_file(self.schedule_csv, ranks=ranks)
+            return unreadable or rules.check_file_microbatches(self.schedule_csv, microbatches, sequences=sequences)
+        excess = rules.check_stages_per_rank(self.schedule, self.stages_per_rank)
+        return excess or rules.check_microbatches(self.schedule, microbatches, ranks=ranks, sequences=sequences)
+
+    def _check_stages(self, ctx: Context) -> Problem | None:
+        layers, ranks, csv = len(ctx.facts.blocks), ctx.dims.pp, self.schedule_csv
+        count = rules.count_stages(self.schedule, csv, self.stages_per_rank, ranks)
+        assert count is not None, "the schedule was checked"
+        too_few = rules.check_num_layers(layers, count, ranks=ranks, from_file=csv is not None)
+        less = {"first_less": self.first_less, "last_less": self.last_less}
+        return too_few or rules.check_stage_layers(layers, count, names=self.stages, **less)
+
+    def _check_backward(self, ctx: Context) -> list[Problem]:
+        fix = rules.find_whole_backward(self.schedule, self.schedule_csv)
+        if not fix:
+            return []
+        routers = rules.check_split_routers(ctx.facts.num_experts, fix)
+        nodes = [rules.refuse_split_backward(node, "on", fix) for node in ("compile", "ac") if node in ctx.active]
+        return [routers, *nodes] if routers else nodes
 
     def _partition(self, ctx: Context) -> PipelinePartition:
         return make_partition(
@@ -136,10 +112,11 @@ class PipelineParallel:
             model, partition, rank=rank, group=ctx.mesh.get_group("pp"), device=ctx.device, dtype=ctx.compute_dtype
         )
         layers = ", ".join(str(len(blocks)) for blocks in partition.blocks)
-        mine = " and ".join(map(str, partition.stages_of(rank)))
-        return staged, Change(
+        own_stages = " and ".join(map(str, partition.stages_of(rank)))
+        summary = (
             f"{len(partition.blocks)} stages of {layers} layers over pp({ctx.dims.pp}), {partition.schedule}, "
-            f"{partition.microbatches} microbatches, bubble {partition.timeline().bubble:.1%}; pipeline rank {rank} holds stage "
-            f"{mine}",
-            list(staged.facts.blocks) + [name for name, _ in staged.named_children() if name != "layers"],
+            f"{partition.microbatches} microbatches, bubble {partition.timeline().bubble:.1%}; "
+            f"pipeline rank {rank} holds stage {own_stages}"
         )
+        others = [name for name, _ in staged.named_children() if name != "layers"]
+        return staged, Change(summary, [*staged.facts.blocks, *others])

@@ -1,93 +1,77 @@
-"""Rules of activation checkpointing: something is recomputed, and ``ac=auto`` can be decided."""
+"""Rules of activation checkpointing: some block is recomputed, and ``ac=auto`` can be decided."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.rules.hints import switch
-from titanyaml.config.rules.view import Rule, into
+from titanyaml.config.rules.hints import with_resets
+from titanyaml.config.rules.view import Rule, problem, rule_decorator
+from titanyaml.config.world import has_gpu, is_node_on
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
-rule = into(RULES)
+rule = rule_decorator(RULES)
 
 
-def _ways(c: Any, *modes: str) -> str:
-    return " or ".join(switch(c, f"ac={mode}", mode=mode) for mode in modes)
+def _use_mode(c: Any, *modes: str) -> list[str]:
+    return [with_resets(c, f"ac={mode}", mode=mode) for mode in modes]
 
 
 @rule("ac.mode", "ac.every", "model.num_layers")
-def recompute_reaches_a_block(c: Any) -> Problem | None:
-    if c.ac.mode != "selective_layer" or c.ac.every <= c.model.num_layers:
+def ac_every_reaches_a_block(c: Any) -> Problem | None:
+    every, layers = c.ac.every, c.model.num_layers
+    if c.ac.mode != "selective_layer" or every <= layers:
         return None
-    return Problem(
-        "ac.every",
-        f"is {c.ac.every}, but the model has {c.model.num_layers} blocks: none is recomputed",
-        allowed=f"1 .. {c.model.num_layers}",
-        hint=f"ac.every={c.model.num_layers} or {_ways(c, 'none')}",
-    )
+    message = f"is {every}, but the model has {layers} blocks: none is recomputed"
+    return problem("ac.every", message, f"1 .. {layers}", f"ac.every={layers}", *_use_mode(c, "none"))
 
 
 @rule("ac.mode", "compile.mode", "runner.name")
-def budget_needs_the_compiler(c: Any) -> Problem | None:
-    """compile=auto compiles on a GPU only, which a plan has and this machine may lack."""
-    if c.ac.mode != "memory_budget" or c.compile.mode in ("block", "model"):
+def ac_budget_needs_compile(c: Any) -> Problem | None:
+    mode = c.compile.mode
+    if c.ac.mode != "memory_budget" or mode in ("block", "model") or (mode == "auto" and has_gpu(c)):
         return None
-    if c.compile.mode == "auto" and (c.runner.name == "plan" or machine.gpus()):
+    return check_budget(c.ac.mode, f"compile.mode={mode} compiles nothing here", *_use_mode(c, "selective_op"))
+
+
+def check_budget(ac_mode: str, uncompiled: str, *fixes: str) -> Problem | None:
+    """A memory budget is kept by torch.compile's partitioner. ``uncompiled``: why nothing is compiled, "" if it is."""
+    if ac_mode != "memory_budget" or not uncompiled:
         return None
-    return Problem(
-        "ac.mode",
-        f"is memory_budget, which the compiler keeps, but compile.mode={c.compile.mode} compiles nothing here",
-        allowed="memory_budget with compile=block or compile=model",
-        hint=f"compile=block or {_ways(c, 'selective_op')}",
-    )
+    message = f"is memory_budget, which the compiler keeps, but {uncompiled}"
+    allowed = "memory_budget with compile=block or compile=model"
+    return problem("ac.mode", message, allowed, "compile=block", *fixes)
 
 
 @rule("ac.mode", "ac.memory_gib", "hardware.memory_gib")
-def chosen_recompute_has_a_limit(c: Any) -> Problem | None:
+def ac_auto_needs_a_memory_limit(c: Any) -> Problem | None:
     if c.ac.mode != "auto" or c.ac.memory_gib is not None or c.hardware.memory_gib is not None or machine.gpus():
         return None
-    return Problem(
-        "ac.memory_gib",
-        "is null, and there is no GPU here whose memory ac=auto could be kept within",
-        allowed="GiB that a rank may reserve, or a hardware with hardware.memory_gib",
-        hint="ac.memory_gib=16 or hardware=h200 or ac=none",
-    )
+    message = "is null, and there is no GPU here whose memory ac=auto could be kept within"
+    allowed = "GiB that a rank may reserve, or a hardware with hardware.memory_gib"
+    return problem("ac.memory_gib", message, allowed, "ac.memory_gib=16", "hardware=h200", "ac=none")
 
 
 @rule("ac.mode", "model.moe.num_experts")
-def chosen_recompute_is_planned(c: Any) -> Problem | None:
+def ac_auto_needs_a_dense_model(c: Any) -> Problem | None:
     if c.ac.mode != "auto" or not c.model.moe.num_experts:
         return None
-    return Problem(
-        "ac.mode",
-        "is auto, which is not decided for mixtures of experts: no plan of one was measured",
-        allowed="any other mode",
-        hint=_ways(c, "selective_op", "full", "none"),
-    )
+    message = "is auto, which is not decided for mixtures of experts: no plan of one was measured"
+    return problem("ac.mode", message, "any other mode", *_use_mode(c, "selective_op", "full", "none"))
 
 
 @rule("ac.mode", "runner.name")
-def chosen_recompute_has_a_backward(c: Any) -> Problem | None:
+def ac_auto_needs_a_backward_pass(c: Any) -> Problem | None:
     if c.ac.mode != "auto" or c.runner.name not in ("eval", "sample"):
         return None
-    return Problem(
-        "ac.mode",
-        f"is auto, but runner={c.runner.name} has no backward pass in which to recompute",
-        allowed="none",
-        hint=_ways(c, "none"),
-    )
+    message = f"is auto, but runner={c.runner.name} has no backward pass in which to recompute"
+    return problem("ac.mode", message, "none", *_use_mode(c, "none"))
 
 
 @rule("ac.mode", "pipeline.plugins")
-def chosen_recompute_has_its_plugin(c: Any) -> Problem | None:
-    nodes = c.pipeline.plugins
-    if c.ac.mode != "auto" or ("ac" in list(nodes) and getattr(nodes.ac, "_target_", None)):
+def ac_auto_needs_its_plugin(c: Any) -> Problem | None:
+    if c.ac.mode != "auto" or is_node_on(c, "ac"):
         return None
-    return Problem(
-        "ac.mode",
-        "is auto, but pipeline.plugins.ac, which would recompute, is off",
-        allowed="none",
-        hint=_ways(c, "none"),
-    )
+    message = "is auto, but pipeline.plugins.ac, which would recompute, is off"
+    return problem("ac.mode", message, "none", *_use_mode(c, "none"))

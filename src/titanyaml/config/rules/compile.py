@@ -1,4 +1,4 @@
-"""Rules of compilation: what is to be compiled is not done by a kernel of ours, and CUDA graphs can be replayed."""
+"""Rules of compilation: something is left to compile, the backend exists, and CUDA graphs can be replayed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.rules.view import Rule, into
-from titanyaml.config.world import count_ranks, only_shipped_plugins
+from titanyaml.config.rules.view import Rule, problem, rule_decorator
+from titanyaml.config.world import count_ranks, has_gpu, only_shipped_plugins, resolve_degree, resolve_token_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
-rule = into(RULES)
+rule = rule_decorator(RULES)
 
-#: What torch.compile of torch 2.11 to 2.13 knows by itself; and what it has to look for errors with.
+#: Backends that torch.compile of torch 2.11 to 2.13 has by itself, and those that it has for debugging.
 BACKENDS = ("inductor", "cudagraphs", "openxla", "tvm")
 DEBUGGING = (
     "aot_eager",
@@ -33,77 +33,58 @@ DEBUGGING = (
     "ts",
 )
 
-_LOSS, _OPTIMIZER, _GRAPHS = "compile.loss=false", "compile.optimizer=false", "compile.cuda_graphs=false"
 
-
-def _triton_runs(c: Any) -> bool:
-    """As ``kernels.choice`` decides; a plan is of a GPU."""
-    on_gpu = c.kernels.name == "fused" or (c.kernels.name == "auto" and (c.runner.name == "plan" or machine.gpus()))
-    return bool(on_gpu) and c.train.compute_dtype != "float64"
+def _runs_triton(c: Any) -> bool:
+    """Whether our Triton kernels run, as ``kernels.kernel_choice`` decides."""
+    on_gpu = c.kernels.name == "fused" or (c.kernels.name == "auto" and has_gpu(c))
+    return on_gpu and c.train.compute_dtype != "float64"
 
 
 @rule("compile.loss", "kernels.name", "runner.name", "train.compute_dtype")
-def compiled_loss_is_torchs(c: Any) -> Problem | None:
-    if not c.compile.loss or not _triton_runs(c):
+def compiled_loss_needs_torch_kernels(c: Any) -> Problem | None:
+    if not c.compile.loss or not _runs_triton(c):
         return None
-    return Problem(
-        "compile.loss",
-        f"is true, but kernels.name={c.kernels.name} computes the loss by a Triton kernel "
-        "here, of which nothing is left to compile",
-        allowed="false; true with kernels=torch",
-        hint=f"kernels=torch or {_LOSS}",
-    )
+    work = f"kernels.name={c.kernels.name} computes the loss by a Triton kernel here"
+    message = f"is true, but {work}, of which nothing is left to compile"
+    return problem("compile.loss", message, "false; true with kernels=torch", "kernels=torch", "compile.loss=false")
 
 
 @rule("compile.optimizer", "kernels.name", "runner.name", "train.compute_dtype", "optim", "parallel.fsdp_cpu_offload")
-def compiled_optimizer_is_torchs(c: Any) -> Problem | None:
+def compiled_optimizer_needs_torch_adamw(c: Any) -> Problem | None:
+    key, off = "compile.optimizer", "compile.optimizer=false"
     if not c.compile.optimizer:
         return None
     if c.optim.name != "adamw":
-        return Problem(
-            "compile.optimizer",
-            f"is true, but optim.name={c.optim.name} is compiled on a GPU as it is",
-            allowed="false; true with optim=adamw",
-            hint=f"optim=adamw kernels=torch or {_OPTIMIZER}",
-        )
+        message = f"is true, but optim.name={c.optim.name} is compiled on a GPU as it is"
+        return problem(key, message, "false; true with optim=adamw", "optim=adamw kernels=torch", off)
     if c.optim.implementation != "auto":
-        return Problem(
-            "optim.implementation",
-            f"is {c.optim.implementation}, which is torch's own kernel, but compile.optimizer is true",
-            allowed="auto",
-            hint=f"optim.implementation=auto kernels=torch or {_OPTIMIZER}",
-        )
-    if _triton_runs(c) and not c.parallel.fsdp_cpu_offload:
-        return Problem(
-            "compile.optimizer",
-            f"is true, but kernels.name={c.kernels.name} updates by a Triton kernel "
-            "here, of which nothing is left to compile",
-            allowed="false; true with kernels=torch",
-            hint=f"kernels=torch or {_OPTIMIZER}",
-        )
+        message = f"is {c.optim.implementation}, which is torch's own kernel, but compile.optimizer is true"
+        return problem("optim.implementation", message, "auto", "optim.implementation=auto kernels=torch", off)
+    if _runs_triton(c) and not c.parallel.fsdp_cpu_offload:  # an offloaded update runs on the host, without Triton
+        work = f"kernels.name={c.kernels.name} updates by a Triton kernel here"
+        message = f"is true, but {work}, of which nothing is left to compile"
+        return problem(key, message, "false; true with kernels=torch", "kernels=torch", off)
     return None
 
 
 @rule("compile.cuda_graphs", "compile.mode", "compile.backend", "parallel", "launch", "runner.name")
-def cuda_graphs_can_be_replayed(c: Any) -> Problem | None:
-    """One problem with all that is in the way, and what removes all of it, where something can."""
+def cuda_graphs_are_replayable(c: Any) -> Problem | None:
     if not c.compile.cuda_graphs:
         return None
-    obstacles = [one for one in (_of_device(c), _of_ranks(c), _of_mode(c), _of_backend(c)) if one]
+    checks = (_check_graph_device, _check_graph_ranks, _check_graph_mode, _check_graph_backend)
+    obstacles = [obstacle for check in checks if (obstacle := check(c))]
     if not obstacles:
         return None
-    reasons, changes = zip(*obstacles, strict=True)
-    hint = f"{' '.join(changes)} or {_GRAPHS}" if all(changes) else _GRAPHS
-    return Problem(
-        "compile.cuda_graphs",
-        f"is true, but {'; and '.join(reasons)}",
-        allowed="false; true with compiled blocks (Inductor) in a training on one GPU",
-        hint=hint,
-    )
+    # one problem with all obstacles: a fix helps only if it removes all of them
+    reasons, fixes = zip(*obstacles, strict=True)
+    fix = " ".join(fixes) if all(fixes) else ""
+    allowed = "false; true with compiled blocks (Inductor) in a training on one GPU"
+    message = f"is true, but {'; and '.join(reasons)}"
+    return problem("compile.cuda_graphs", message, allowed, fix, "compile.cuda_graphs=false")
 
 
-def _of_device(c: Any) -> tuple[str, str] | None:
-    """(what is in the way, what to type against it or "")."""
+def _check_graph_device(c: Any) -> tuple[str, str] | None:
+    """(obstacle, the override that removes it or "")."""
     if c.runner.name in ("eval", "sample"):
         return f"runner={c.runner.name} runs too few equal steps to replay any", ""
     if c.runner.name in ("check", "plan") or machine.gpus():
@@ -111,8 +92,8 @@ def _of_device(c: Any) -> tuple[str, str] | None:
     return "there is no GPU here", ""
 
 
-def _of_ranks(c: Any) -> tuple[str, str] | None:
-    """FSDP gathers weights to other addresses in each step; transfers of tp, cp, ep and pp go around the blocks."""
+def _check_graph_ranks(c: Any) -> tuple[str, str] | None:
+    # FSDP gathers weights to other addresses in each step; transfers of tp, cp, ep and pp go around the blocks
     ranks = count_ranks(c)
     if ranks in (1, None):
         return None
@@ -120,36 +101,60 @@ def _of_ranks(c: Any) -> tuple[str, str] | None:
     return f"a graph reads and writes fixed addresses, and what {ranks} ranks gather and exchange has none", fix
 
 
-def _of_mode(c: Any) -> tuple[str, str] | None:
+def _check_graph_mode(c: Any) -> tuple[str, str] | None:
     if c.compile.mode in ("auto", "block"):
         return None
     return f"compile.mode is {c.compile.mode}: it is blocks that are replayed", "compile.mode=block"
 
 
-def _of_backend(c: Any) -> tuple[str, str] | None:
+def _check_graph_backend(c: Any) -> tuple[str, str] | None:
     if c.compile.backend == "inductor":
         return None
     return f"compile.backend={c.compile.backend} does not know it", "compile.backend=inductor"
 
 
+def check_sharded_model(mode: str, token_degree: int) -> Problem | None:
+    """One graph of the whole model has no place for FSDP's gathers."""
+    if mode != "model" or token_degree == 1:
+        return None
+    gathers = f"FSDP gathers weights over {token_degree} data ranks in the middle of it (dp_replicate*dp_shard*cp)"
+    allowed = "block, none; model on one such rank"
+    return problem("compile.mode", f"is model, but {gathers}", allowed, "compile.mode=block", "compile.mode=none")
+
+
+@rule("parallel", "launch", "compile.mode")
+def model_graph_needs_one_data_rank(c: Any) -> Problem | None:
+    return check_sharded_model(c.compile.mode, resolve_token_degree(c) or 1) if c.compile.mode == "model" else None
+
+
+def check_cut_model(mode: str, pp: int) -> Problem | None:
+    """One graph of the whole model needs the whole model on a rank."""
+    if mode != "model" or pp == 1:
+        return None
+    message = "is model, but the model is cut into stages"
+    return problem("compile.mode", message, "block, none", "compile.mode=none")
+
+
+@rule("parallel", "launch", "compile.mode")
+def model_graph_needs_one_stage(c: Any) -> Problem | None:
+    return check_cut_model(c.compile.mode, resolve_degree(c, "pp") or 1) if c.compile.mode == "model" else None
+
+
 @rule("compile.backend", "compile.mode", "pipeline.plugins")
-def backend_is_known(c: Any) -> Problem | None:
-    """A package that is installed may register one; so may a plugin of others: then the node asks torch."""
+def compile_backend_exists(c: Any) -> Problem | None:
     name = c.compile.backend
+    # a plugin that does not ship may register a backend: then the node asks torch
     if c.compile.mode == "none" or name in (*BACKENDS, *DEBUGGING) or not only_shipped_plugins(c):
-        return None  # the entry points are looked up only where they count
-    usual = [*BACKENDS, *(point.name for point in entry_points(group="torch_dynamo_backends"))]
-    return unknown_backend(name, usual, debugging=DEBUGGING)
+        return None
+    # installed packages may register one too; entry points are slow to read
+    installed = [point.name for point in entry_points(group="torch_dynamo_backends")]
+    return check_backend(name, [*BACKENDS, *installed], debugging=DEBUGGING)
 
 
-def unknown_backend(name: str, usual: Sequence[str], *, debugging: Sequence[str]) -> Problem | None:
-    """What is wrong with a backend that is neither one to run with nor one to look for errors with."""
+def check_backend(name: str, usual: Sequence[str], *, debugging: Sequence[str]) -> Problem | None:
+    """The backend exists, be it for running or for debugging; only those for running are offered."""
     if name in (*usual, *debugging):
         return None
-    [near] = difflib.get_close_matches(name, [*usual, *debugging], n=1, cutoff=0)
-    return Problem(
-        "compile.backend",
-        f"is {name}, which torch.compile does not know",
-        allowed=", ".join(usual),
-        hint=f"compile.backend={near}" + " or compile.backend=inductor" * (near != "inductor"),
-    )
+    [similar] = difflib.get_close_matches(name, [*usual, *debugging], n=1, cutoff=0)
+    fixes = dict.fromkeys([f"compile.backend={similar}", "compile.backend=inductor"])  # without repeats
+    return problem("compile.backend", f"is {name}, which torch.compile does not know", ", ".join(usual), *fixes)

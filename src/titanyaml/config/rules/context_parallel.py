@@ -5,72 +5,73 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from titanyaml.config.rules.view import Rule, into, multiples_around, nearest_numbers, ways
-from titanyaml.config.world import has_plugin_for, resolve_degree
+from titanyaml.config.rules.view import Rule, multiples_around, nearest_numbers, problem, rule_decorator, settings
+from titanyaml.config.world import resolve_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
-rule = into(RULES)
+rule = rule_decorator(RULES)
 
 
-@rule("parallel", "launch", "pipeline.plugins")
-def context_ranks_split_something(c: Any) -> Problem | None:
-    """Without a plugin that cuts the sequence all cp ranks would count the same tokens."""
-    cp = resolve_degree(c, "cp")
-    if has_plugin_for(c, "cp") or cp is None or cp < 2:
+def _degrees(c: Any) -> tuple[int, int]:
+    """(degree of cp, degree of tp); (1, 1) where there is nothing to check, or another rule speaks."""
+    cp, tp = resolve_degree(c, "cp"), resolve_degree(c, "tp")
+    return (1, 1) if cp is None or tp is None or cp < 2 or tp < 1 else (cp, tp)
+
+
+def check_cp_divides_seq_len(seq_len: int, *, cp: int, tp: int, degrees: str = "") -> Problem | None:
+    """Every cp rank holds two equal runs of positions, and its tp ranks share what it holds.
+
+    Args:
+        degrees: fixes that change the degrees.
+    """
+    # a run from the head and one from the tail of the sequence give every rank the same share of causal attention
+    unit = cp * math.lcm(2, tp)
+    if cp == 1 or seq_len % unit == 0:
         return None
-    return Problem(
-        "pipeline.plugins.cp",
-        f"is off, but {cp} ranks are to share every sequence",
-        allowed="titanyaml.plugins.cp.ContextParallel, or a plugin of yours in its place",
-        hint="parallel.cp=1",
-    )
+    ranks = f"{cp} cp ranks of {tp} tp ranks" if tp > 1 else f"{cp} cp ranks"
+    message = f"is {seq_len}, which {ranks} cannot share evenly"
+    fixes = settings("train.seq_len", multiples_around(seq_len, unit))
+    return problem("train.seq_len", message, f"multiples of cp*lcm(2, tp) = {unit}", fixes, degrees)
 
 
 @rule("parallel", "launch", "train.seq_len")
-def context_ranks_share_the_sequence(c: Any) -> Problem | None:
-    """Two runs of positions a rank, each a multiple of what tp shares, so that every rank has the same work."""
-    cp, tp, length = resolve_degree(c, "cp"), resolve_degree(c, "tp"), c.train.seq_len
-    if cp is None or tp is None or cp < 2 or tp < 1:
+def cp_divides_seq_len(c: Any) -> Problem | None:
+    (cp, tp), seq_len = _degrees(c), c.train.seq_len
+    if cp == 1:
         return None
     share = math.lcm(2, tp)
-    if length % (cp * share) == 0:
+    legal = [1, *(n for n in range(2, seq_len // share + 1) if seq_len % (n * share) == 0)]
+    degrees = settings("parallel.cp", nearest_numbers(cp, legal))
+    return check_cp_divides_seq_len(seq_len, cp=cp, tp=tp, degrees=degrees)
+
+
+def check_ulysses_divides_heads(num_heads: int, num_kv_heads: int, *, cp: int, tp: int) -> Problem | None:
+    """The all-to-all of ulysses gives each of cp*tp ranks whole heads, all positions of them."""
+    ranks, common = cp * tp, math.gcd(num_heads, num_kv_heads)
+    if cp == 1 or common % ranks == 0:
         return None
-    degrees = [1, *(n for n in range(2, length // share + 1) if length % (n * share) == 0)]
-    spelled = f"{cp} cp ranks" + (f" of {tp} tp ranks" if tp > 1 else "")
-    return Problem(
-        "train.seq_len",
-        f"is {length}, which {spelled} cannot share evenly",
-        allowed=f"multiples of cp*lcm(2, tp) = {cp * share}",
-        hint=f"{ways('train.seq_len', multiples_around(length, cp * share))} or "
-        f"{ways('parallel.cp', nearest_numbers(cp, degrees))}",
-    )
+    heads = f"model.num_heads={num_heads} and model.num_kv_heads={num_kv_heads}"
+    message = f"is ulysses, which deals heads to {ranks} ranks (cp*tp); {heads} do not divide"
+    allowed = f"ulysses with heads and key/value heads that are multiples of {ranks}"
+    degrees = nearest_numbers(cp, [n for n in range(1, common + 1) if common % (n * tp) == 0])
+    fixes = [settings("parallel.cp_method", ["allgather", "ring"]), settings("parallel.cp", degrees)]
+    return problem("parallel.cp_method", message, allowed, *fixes)
 
 
 @rule("parallel", "launch", "model.num_heads", "model.num_kv_heads")
-def ulysses_shares_heads(c: Any) -> Problem | None:
-    cp, tp, heads = resolve_degree(c, "cp"), resolve_degree(c, "tp"), math.gcd(c.model.num_heads, c.model.num_kv_heads)
-    if cp is None or tp is None or cp < 2 or tp < 1 or c.parallel.cp_method != "ulysses" or heads % (cp * tp) == 0:
+def ulysses_divides_heads(c: Any) -> Problem | None:
+    if c.parallel.cp_method != "ulysses":
         return None
-    degrees = [n for n in range(1, heads + 1) if heads % (n * tp) == 0]
-    smaller = f" or {ways('parallel.cp', nearest_numbers(cp, degrees))}" if degrees else ""
-    return Problem(
-        "parallel.cp_method",
-        f"is ulysses, which deals heads to {cp * tp} ranks (cp*tp); "
-        f"model.num_heads={c.model.num_heads} and model.num_kv_heads={c.model.num_kv_heads} do not divide",
-        allowed=f"ulysses with heads and key/value heads that are multiples of {cp * tp}",
-        hint=f"parallel.cp_method=allgather or parallel.cp_method=ring{smaller}",
-    )
+    cp, tp = _degrees(c)
+    return check_ulysses_divides_heads(c.model.num_heads, c.model.num_kv_heads, cp=cp, tp=tp)
 
 
 @rule("parallel", "launch", "model.document_mask")
-def ring_takes_no_mask(c: Any) -> Problem | None:
-    """Its parts are whole or causal; a mask would need a kernel that takes any, for each pair of ranks."""
+def ring_needs_no_document_mask(c: Any) -> Problem | None:
+    # each pair of ranks attends wholly, causally or not at all; a mask would need a kernel that takes any mask
     if c.parallel.cp_method != "ring" or not c.model.document_mask or resolve_degree(c, "cp") in (None, 0, 1):
         return None
-    return Problem(
-        "parallel.cp_method",
-        "is ring, which is causal only, but model.document_mask is on",
-        allowed="allgather, ulysses",
-        hint="parallel.cp_method=allgather or model.document_mask=false",
-    )
+    message = "is ring, which is causal only, but model.document_mask is on"
+    fixes = ("parallel.cp_method=allgather", "model.document_mask=false")
+    return problem("parallel.cp_method", message, "allgather, ulysses", *fixes)

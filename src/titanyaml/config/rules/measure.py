@@ -1,4 +1,4 @@
-"""Rules on what is measured: profiles and benchmarks."""
+"""Rules on what is measured: profiles, benchmarks and calibrations."""
 
 from __future__ import annotations
 
@@ -6,95 +6,76 @@ import re
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.rules.hints import switch
-from titanyaml.config.rules.view import Rule, into
+from titanyaml.config.rules.hints import with_resets
+from titanyaml.config.rules.view import Rule, problem, rule_decorator
 from titanyaml.config.world import count_ranks
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
-rule = into(RULES)
+rule = rule_decorator(RULES)
 
 
-def _off(c: Any) -> str:
-    return switch(c, "profile=none", kind="none")
+def _no_profile(c: Any) -> str:
+    return with_resets(c, "profile=none", kind="none")
 
 
 @rule("profile.kind")
-def snapshots_need_a_gpu(c: Any) -> Problem | None:
-    if c.profile.kind not in ("memory", "both") or machine.gpus():
+def memory_profile_needs_gpu(c: Any) -> Problem | None:
+    kind = c.profile.kind
+    if kind not in ("memory", "both") or machine.gpus():
         return None
-    return Problem(
-        "profile.kind",
-        f"is {c.profile.kind}, but snapshots show CUDA memory, and this machine has no GPU",
-        allowed="trace, none",
-        hint=f"profile=trace or {_off(c)}",
-    )
+    message = f"is {kind}, but snapshots show CUDA memory, and this machine has no GPU"
+    return problem("profile.kind", message, "trace, none", "profile=trace", _no_profile(c))
 
 
 @rule("profile", "runner.name")
-def profile_is_of_training(c: Any) -> Problem | None:
-    if c.profile.kind == "none" or c.runner.name not in ("bench", "eval", "sample"):
+def profile_needs_training(c: Any) -> Problem | None:
+    runner = c.runner.name
+    if c.profile.kind == "none" or runner not in ("bench", "eval", "sample"):
         return None
-    why = "would disturb what it measures" if c.runner.name == "bench" else "trains nothing"
-    return Problem(
-        "profile.kind",
-        f"is {c.profile.kind}, but runner={c.runner.name} {why}",
-        allowed="none, or runner=train",
-        hint=f"{_off(c)} or runner=train",
-    )
+    reason = "would disturb what it measures" if runner == "bench" else "trains nothing"
+    message = f"is {c.profile.kind}, but runner={runner} {reason}"
+    return problem("profile.kind", message, "none, or runner=train", _no_profile(c), "runner=train")
 
 
 @rule("profile", "train.steps")
 def profile_fits_steps(c: Any) -> Problem | None:
+    steps = c.train.steps
     window = c.profile.wait + c.profile.warmup + c.profile.active
-    if c.profile.kind == "none" or window <= c.train.steps:
+    if c.profile.kind == "none" or window <= steps:
         return None
-    return Problem(
-        "profile.wait",
-        f"a window of {window} steps (wait + warmup + active) does not fit into train.steps={c.train.steps}",
-        allowed=f"at most {c.train.steps} together",
-        hint=f"train.steps={window} or {_off(c)}",
-    )
+    message = f"a window of {window} steps (wait + warmup + active) does not fit into train.steps={steps}"
+    return problem("profile.wait", message, f"at most {steps} together", f"train.steps={window}", _no_profile(c))
 
 
 @rule("profile", "parallel", "launch")
-def profiled_ranks_exist(c: Any) -> Problem | None:
+def profile_ranks_exist(c: Any) -> Problem | None:
     ranks = count_ranks(c)
     if c.profile.kind == "none" or ranks is None:
         return None
     absent = [rank for rank in c.profile.ranks if not 0 <= rank < ranks]
     if c.profile.ranks and not absent:
         return None
-    what = f"has no rank {absent[0]}" if absent else "is profiled on no rank"
-    return Problem(
-        "profile.ranks",
-        f"is {c.profile.ranks}, but a run of {ranks} rank{'s' * (ranks > 1)} {what}",
-        allowed=f"numbers of 0 .. {ranks - 1}",
-        hint=f"'profile.ranks=[0]' or {_off(c)}",
-    )
+    fault = f"has no rank {absent[0]}" if absent else "is profiled on no rank"
+    plural = "s" if ranks > 1 else ""
+    message = f"is {c.profile.ranks}, but a run of {ranks} rank{plural} {fault}"
+    return problem("profile.ranks", message, f"numbers of 0 .. {ranks - 1}", "'profile.ranks=[0]'", _no_profile(c))
 
 
 def bench_steps(runner: Any) -> int:
-    """Steps that runner=bench takes."""
-    profiled = runner.profiled_steps + 1 if runner.profiled_steps else 0  # one more starts the profiler
-    return runner.skipped_steps + runner.measured_steps + profiled
+    """Steps that runner=bench takes; ``runner`` is the section of that name."""
+    profiled = runner.profiled_steps + 1 if runner.profiled_steps else 0  # the profiler starts one step earlier
+    return int(runner.skipped_steps + runner.measured_steps + profiled)
 
 
 @rule("runner", "train.steps")
 def bench_fits_steps(c: Any) -> Problem | None:
-    """A benchmark takes the first steps of the run that the configuration describes."""
-    if c.runner.name != "bench":
+    # a benchmark takes the first steps of the run that the configuration describes
+    if c.runner.name != "bench" or (steps := bench_steps(c.runner)) <= c.train.steps:
         return None
-    needed = bench_steps(c.runner)
-    if needed <= c.train.steps:
-        return None
-    return Problem(
-        "train.steps",
-        f"is {c.train.steps}, but runner=bench takes {needed} (runner.skipped_steps + "
-        "runner.measured_steps + runner.profiled_steps and one before these)",
-        allowed=f">= {needed}",
-        hint=f"train.steps={needed}",
-    )
+    terms = "runner.skipped_steps + runner.measured_steps + runner.profiled_steps and one before these"
+    message = f"is {c.train.steps}, but runner=bench takes {steps} ({terms})"
+    return problem("train.steps", message, f">= {steps}", f"train.steps={steps}")
 
 
 @rule("runner.name", "validation.batches", "checkpoint.enabled")
@@ -102,33 +83,23 @@ def bench_only_trains(c: Any) -> Problem | None:
     if c.runner.name != "bench" or not (c.validation.batches or c.checkpoint.enabled):
         return None
     key = "validation.batches" if c.validation.batches else "checkpoint.enabled"
-    return Problem(
-        key,
-        "asks for what runner=bench leaves out, since it lies outside the step",
-        hint="validation=none checkpoint=none",
-    )
+    message = "asks for what runner=bench leaves out, since it lies outside the step"
+    return problem(key, message, "", "validation=none checkpoint=none")
 
 
 @rule("runner")
-def entity_is_part_of_a_file_name(c: Any) -> Problem | None:
+def bench_entity_fits_file_name(c: Any) -> Problem | None:
     if c.runner.name != "bench" or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", c.runner.entity):
         return None
     legal = re.sub(r"[^A-Za-z0-9.-]+", "-", c.runner.entity).strip("-.") or "local"
-    return Problem(
-        "runner.entity",
-        f"is {c.runner.entity!r}; it ends the name of a file whose parts are joined by _",
-        allowed="letters, digits, dots and hyphens",
-        hint=f"runner.entity={legal}",
-    )
+    message = f"is {c.runner.entity!r}; it ends the name of a file whose parts are joined by _"
+    return problem("runner.entity", message, "letters, digits, dots and hyphens", f"runner.entity={legal}")
 
 
 @rule("hardware.calibrate", "runner.name")
-def benchmarks_calibrate(c: Any) -> Problem | None:
+def calibrate_needs_bench(c: Any) -> Problem | None:
     if not c.hardware.calibrate or c.runner.name == "bench":
         return None
-    return Problem(
-        "hardware.calibrate",
-        f"is true, but runner={c.runner.name} measures no rates",
-        allowed="true with runner=bench",
-        hint="runner=bench or hardware.calibrate=false",
-    )
+    message = f"is true, but runner={c.runner.name} measures no rates"
+    fixes = ("runner=bench", "hardware.calibrate=false")
+    return problem("hardware.calibrate", message, "true with runner=bench", *fixes)

@@ -1,4 +1,4 @@
-"""Rules of float8 training, and of weights and moments in few bits."""
+"""Rules of float8 and mxfp8 training: the device multiplies in it, some layer is converted, operands are aligned."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from titanyaml import machine
 from titanyaml.config.decoder_layers import (
     ALIGNMENT,
-    filter_without_module,
+    check_filters,
     linear_layers,
     module_names,
     reason_for_high_precision,
 )
-from titanyaml.config.rules.hints import switch
-from titanyaml.config.rules.view import Rule, into, multiples_around, nearest_numbers, ways
-from titanyaml.config.world import only_shipped_plugins, resolve_degree
+from titanyaml.config.rules.hints import reset_nproc, with_resets
+from titanyaml.config.rules.view import Rule, multiples_around, nearest_numbers, problem, rule_decorator, settings
+from titanyaml.config.world import has_gpu, only_shipped_plugins, resolve_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
-rule = into(RULES)
+rule = rule_decorator(RULES)
 
-#: CUDA compute capability of the devices in conf/hardware, and what multiplying in these formats takes.
+#: CUDA compute capability of the devices in conf/hardware.
 CAPABILITY = {
     "a100_40gb": 8.0,
     "a100_80gb": 8.0,
@@ -32,298 +32,206 @@ CAPABILITY = {
     "gh200": 9.0,
     "b200": 10.0,
 }
-FLOAT8_CAPABILITY, MX_CAPABILITY = 8.9, 10.0
+#: Ada (8.9) is the first with float8 tensor cores, Blackwell (10.0) the first with scales per 32 numbers.
+_FLOAT8_CAPABILITY, _MX_CAPABILITY = 8.9, 10.0
 
 
-@rule("quant", "hardware.name", "runner.name")
-def device_multiplies_in_float8(c: Any) -> Problem | None:
-    """What is not known here (a GPU without a name) is asked of the device itself."""
-    recipe = c.quant.recipe
-    if recipe == "none" or c.quant.emulate:
-        return None
-    needed = MX_CAPABILITY if recipe == "mxfp8" else FLOAT8_CAPABILITY
-    found = CAPABILITY.get(c.hardware.name)
-    here = c.runner.name != "plan"  # a plan's device need not be here
-    if (machine.gpus() or not here) and (found is None or found >= needed):
-        return None
-    lack = (
-        f"hardware={c.hardware.name} has compute capability {found:g}"
-        if found and found < needed
-        else "this machine has no GPU"
-    )
-    emulated = "quant.emulate=true" + " quant.fast_accum=null" * bool(c.quant.fast_accum)
-    if c.quant.product == "own" and here and machine.gpus():
-        emulated = f"quant.emulate=true {_torchao(c)}"
-    return Problem(
-        "quant.recipe",
-        f"is {recipe}, but {lack}",
-        allowed=f"a GPU of compute capability {needed:g} or higher",
-        hint=f"{emulated} or {_none(c)}",
-    )
+def _use_none(c: Any) -> str:
+    return with_resets(c, "quant=none", recipe="none")
 
 
-@rule("quant.product", "quant.emulate", "runner.name")
-def own_products_are_emulated_on_a_cpu(c: Any) -> Problem | None:
-    if c.quant.product != "own" or not c.quant.emulate or c.runner.name == "plan" or not machine.gpus():
-        return None
-    return Problem(
-        "quant.emulate",
-        "is true, but quant.product=own emulates on a CPU only, and there is a GPU here",
-        allowed="false with quant.product=own",
-        hint=f"quant.emulate=false or {_torchao(c)}",
-    )
+def _use_tensorwise(c: Any) -> str:
+    return with_resets(c, "quant=float8_tensorwise", recipe="float8_tensorwise")
 
 
-@rule("quant.product", "quant.fsdp_float8_all_gather", "parallel.fsdp_cpu_offload")
-def own_float8_copies_stay_on_the_device(c: Any) -> Problem | None:
-    if c.quant.product != "own" or not c.quant.fsdp_float8_all_gather or not c.parallel.fsdp_cpu_offload:
-        return None
-    return Problem(
-        "quant.product",
-        "is own, whose float8 copies of the shards lie on the device, but "
-        "parallel.fsdp_cpu_offload is true: the weights they are made of lie in host memory",
-        allowed="torchao with both",
-        hint=f"{_torchao(c)} or {_no_gather(c)} or parallel.fsdp_cpu_offload=false",
-    )
+def _use_torchao(c: Any) -> str:
+    """The override for torchao's GEMMs, with resets of what only ours read."""
+    fast_accum = "" if c.quant.fast_accum is None else " quant.fast_accum=null"
+    grad_dtype = "" if c.quant.grad_dtype == "auto" else " quant.grad_dtype=auto"
+    return f"quant.product=torchao{fast_accum}{grad_dtype}"
 
 
-def _torchao(c: Any) -> str:
-    """What to type for torchao's products: nothing may be left that only our own read."""
-    rest = " quant.fast_accum=null" * (c.quant.fast_accum is not None)
-    rest += " quant.grad_dtype=auto" * (c.quant.grad_dtype != "auto")
-    return f"quant.product=torchao{rest}"
-
-
-def _none(c: Any) -> str:
-    return switch(c, "quant=none", recipe="none")
-
-
-def _tensorwise(c: Any) -> str:
-    return switch(c, "quant=float8_tensorwise", recipe="float8_tensorwise")
-
-
-@rule("quant.fast_accum", "quant.emulate")
-def emulation_has_no_short_accumulator(c: Any) -> Problem | None:
-    if not (c.quant.fast_accum and c.quant.emulate):
-        return None
-    return Problem(
-        "quant.fast_accum",
-        "is true, but quant.emulate=true multiplies in float32: it would change nothing",
-        allowed="false or null with emulation",
-        hint="quant.fast_accum=null",
-    )
-
-
-@rule("quant.recipe", "quant.fsdp_float8_all_gather")
-def float8_gather_has_one_scale(c: Any) -> Problem | None:
-    if not c.quant.fsdp_float8_all_gather or c.quant.recipe in ("none", "float8_tensorwise"):
-        return None
-    return Problem(
-        "quant.fsdp_float8_all_gather",
-        f"is true with {c.quant.recipe}, which casts a weight along both of "
-        "its sides: the gathered bytes would serve one of them",
-        allowed="quant=float8_tensorwise",
-        hint=f"{_no_gather(c)} or {_tensorwise(c)}",
-    )
-
-
-@rule("quant.fsdp_float8_all_gather", "parallel", "launch")
-def float8_gather_has_shards(c: Any) -> Problem | None:
-    if not c.quant.fsdp_float8_all_gather or (resolve_degree(c, "dp_shard"), resolve_degree(c, "cp")) != (1, 1):
-        return None
-    return Problem(
-        "quant.fsdp_float8_all_gather",
-        "is true, but parallel.dp_shard is 1: nothing is gathered",
-        allowed="parallel.dp_shard of 2 or more",
-        hint=f"{_no_gather(c)} or parallel=fsdp2" + " launch.nproc=null" * (c.launch.nproc is not None),
-    )
-
-
-def _no_gather(c: Any) -> str:
+def _gather_high_precision(c: Any) -> str:
     precompute = " quant.precompute_scale=false" if c.quant.precompute_scale else ""
     return f"quant.fsdp_float8_all_gather=false{precompute}"
 
 
+def check_capability(recipe: str, capability: float | None, device: str, *fixes: str) -> Problem | None:
+    """The device multiplies in the recipe's format.
+
+    Args:
+        capability: CUDA compute capability; None: the device is no GPU. device: what the message calls it.
+    """
+    required = _MX_CAPABILITY if recipe == "mxfp8" else _FLOAT8_CAPABILITY
+    if capability is not None and capability >= required:
+        return None
+    lack = "has no fast float8 matmuls" if capability is None else f"has compute capability {capability:g}"
+    allowed = f"a GPU of compute capability {required:g} or higher"
+    return problem("quant.recipe", f"is {recipe}, but {device} {lack}", allowed, *fixes)
+
+
+@rule("quant", "hardware.name", "runner.name")
+def quant_needs_a_device_that_multiplies(c: Any) -> Problem | None:
+    recipe, hardware = c.quant.recipe, c.hardware.name
+    if recipe == "none" or c.quant.emulate:
+        return None
+    emulated = "quant.emulate=true quant.fast_accum=null" if c.quant.fast_accum else "quant.emulate=true"
+    if c.quant.product == "own" and c.runner.name != "plan" and machine.gpus():
+        emulated = f"quant.emulate=true {_use_torchao(c)}"  # ours emulate on a CPU only
+    capability, device = CAPABILITY.get(hardware), f"hardware={hardware}"
+    if capability is not None and check_capability(recipe, capability, device):
+        return check_capability(recipe, capability, device, emulated, _use_none(c))
+    if has_gpu(c):
+        return None  # a GPU that hardware.name does not name: the plugin asks the device itself
+    return check_capability(recipe, None, "this machine, without a GPU,", emulated, _use_none(c))
+
+
+def check_own_emulation(product: str, emulate: bool, *, on_gpu: bool, fix: str = "") -> Problem | None:
+    """Own GEMMs are emulated on a CPU only."""
+    if product != "own" or not emulate or not on_gpu:
+        return None
+    message = "is true, but quant.product=own emulates on a CPU only, and there is a GPU here"
+    fixes = ("quant.emulate=false", fix or "quant.product=torchao")
+    return problem("quant.emulate", message, "false with quant.product=own", *fixes)
+
+
+@rule("quant.product", "quant.emulate", "runner.name")
+def own_emulation_needs_cpu(c: Any) -> Problem | None:
+    if c.quant.product != "own" or not c.quant.emulate or c.runner.name == "plan":
+        return None
+    return check_own_emulation(c.quant.product, c.quant.emulate, on_gpu=bool(machine.gpus()), fix=_use_torchao(c))
+
+
+@rule("quant.product", "quant.fsdp_float8_all_gather", "parallel.fsdp_cpu_offload")
+def own_float8_gather_excludes_cpu_offload(c: Any) -> Problem | None:
+    if c.quant.product != "own" or not c.quant.fsdp_float8_all_gather or not c.parallel.fsdp_cpu_offload:
+        return None
+    copies = "float8 copies of the shards lie on the device"
+    weights = "parallel.fsdp_cpu_offload is true: the weights they are made of lie in host memory"
+    fixes = (_use_torchao(c), _gather_high_precision(c), "parallel.fsdp_cpu_offload=false")
+    return problem("quant.product", f"is own, whose {copies}, but {weights}", "torchao with both", *fixes)
+
+
+@rule("quant.fast_accum", "quant.emulate")
+def emulation_excludes_fast_accum(c: Any) -> Problem | None:
+    if not (c.quant.fast_accum and c.quant.emulate):
+        return None
+    message = "is true, but quant.emulate=true multiplies in float32: it would change nothing"
+    return problem("quant.fast_accum", message, "false or null with emulation", "quant.fast_accum=null")
+
+
+@rule("quant.recipe", "quant.fsdp_float8_all_gather")
+def float8_gather_needs_tensorwise(c: Any) -> Problem | None:
+    key, recipe = "quant.fsdp_float8_all_gather", c.quant.recipe
+    if not c.quant.fsdp_float8_all_gather or recipe in ("none", "float8_tensorwise"):
+        return None
+    reason = "casts a weight along both of its sides: the gathered bytes would serve one of them"
+    fixes = (_gather_high_precision(c), _use_tensorwise(c))
+    return problem(key, f"is true with {recipe}, which {reason}", "quant=float8_tensorwise", *fixes)
+
+
+@rule("quant.fsdp_float8_all_gather", "parallel", "launch")
+def float8_gather_needs_shards(c: Any) -> Problem | None:
+    if not c.quant.fsdp_float8_all_gather or (resolve_degree(c, "dp_shard"), resolve_degree(c, "cp")) != (1, 1):
+        return None
+    message = "is true, but parallel.dp_shard is 1: nothing is gathered"
+    fixes = (_gather_high_precision(c), f"parallel=fsdp2{reset_nproc(c)}")
+    return problem("quant.fsdp_float8_all_gather", message, "parallel.dp_shard of 2 or more", *fixes)
+
+
 @rule("quant.fsdp_float8_all_gather", "quant.force_recompute_weight")
-def gathered_float8_is_not_kept_twice(c: Any) -> Problem | None:
+def float8_gather_keeps_no_copy(c: Any) -> Problem | None:
+    key = "quant.force_recompute_weight"
     if not c.quant.fsdp_float8_all_gather or c.quant.force_recompute_weight:
         return None
-    return Problem(
-        "quant.force_recompute_weight",
-        "is false, but weights come in float8 from quant.fsdp_float8_all_gather: there is no copy to keep",
-        allowed="true",
-        hint=f"quant.force_recompute_weight=true or {_no_gather(c)}",
-    )
+    message = "is false, but weights come in float8 from quant.fsdp_float8_all_gather: there is no copy to keep"
+    return problem(key, message, "true", f"{key}=true", _gather_high_precision(c))
 
 
 @rule("quant.recipe", "quant.product", "quant.force_recompute_weight")
-def kept_float8_weights_have_one_scale(c: Any) -> Problem | None:
-    if c.quant.force_recompute_weight or c.quant.product == "own" or c.quant.recipe in ("none", "float8_tensorwise"):
+def kept_float8_weights_need_one_scale(c: Any) -> Problem | None:
+    key, recipe = "quant.force_recompute_weight", c.quant.recipe
+    if c.quant.force_recompute_weight or c.quant.product == "own" or recipe in ("none", "float8_tensorwise"):
         return None
-    return Problem(
-        "quant.force_recompute_weight",
-        f"is false with {c.quant.recipe}, where torchao casts a weight along another side in the backward pass",
-        allowed="true; false with own or tensorwise",
-        hint="quant.force_recompute_weight=true or quant.product=own",
-    )
+    message = f"is false with {recipe}, where torchao casts a weight along another side in the backward pass"
+    return problem(key, message, "true; false with own or tensorwise", f"{key}=true", "quant.product=own")
 
 
 @rule("quant.product", "quant.force_recompute_weight", "compile.mode", "runner.name")
-def kept_float8_weights_are_not_compiled(c: Any) -> Problem | None:
-    """compile=auto compiles on a GPU only, which a plan has and this machine may lack."""
-    if c.quant.force_recompute_weight or c.quant.product == "own" or "none" in (c.quant.recipe, c.compile.mode):
+def kept_float8_weights_exclude_compile(c: Any) -> Problem | None:
+    key, mode = "quant.force_recompute_weight", c.compile.mode
+    if c.quant.force_recompute_weight or c.quant.product == "own" or "none" in (c.quant.recipe, mode):
         return None
-    if c.compile.mode == "auto" and c.runner.name != "plan" and not machine.gpus():
+    if mode == "auto" and not has_gpu(c):  # auto compiles on a GPU only
         return None
-    return Problem(
-        "quant.force_recompute_weight",
-        "is false, but with torchao's products a compiled graph casts each weight again in any case",
-        allowed="true; false with own, or with compile=none",
-        hint="quant.force_recompute_weight=true or quant.product=own",
-    )
+    message = "is false, but with torchao's products a compiled graph casts each weight again in any case"
+    return problem(key, message, "true; false with own, or with compile=none", f"{key}=true", "quant.product=own")
 
 
 @rule("quant.filter_fqns", "model", "pipeline.plugins")
-def filters_name_modules(c: Any) -> Problem | None:
-    """A plugin of others may bring modules with other names: then the node asks."""
+def filter_fqns_name_modules(c: Any) -> Problem | None:
+    # a plugin that does not ship may bring modules with other names: then the node checks them
     if not c.quant.filter_fqns or not only_shipped_plugins(c):
         return None
-    return filter_without_module(c.quant.filter_fqns, module_names(c.model), example=linear_layers(c.model)[0].name)
+    example = next(iter(linear_layers(c.model)))
+    return check_filters(c.quant.filter_fqns, module_names(c.model), example=example)
 
 
 @rule("quant", "model", "parallel", "launch", "pipeline.plugins")
-def float8_is_for_some_layer(c: Any) -> Problem | None:
-    tp = resolve_degree(c, "tp")
-    if c.quant.recipe == "none" or not tp or not only_shipped_plugins(c):
+def quant_converts_a_layer(c: Any) -> Problem | None:
+    recipe, tp = c.quant.recipe, resolve_degree(c, "tp")
+    if recipe == "none" or not tp or not only_shipped_plugins(c):
         return None
-    layers = linear_layers(c.model)
-    reasons = {reason_for_high_precision(c.quant, layer.name, *layer.on_each(tp), tp=tp): layer for layer in layers}
+    sizes = {name: linear.local(tp) for name, linear in linear_layers(c.model).items()}
+    reasons = {reason_for_high_precision(c.quant, name, n, k, tp=tp): name for name, (k, n) in sizes.items()}
     if "" in reasons:
         return None
-    told = "; ".join(f"{layer.name}: {reason}" for reason, layer in reasons.items())
-    off = " quant.auto_filter_small_kn=false" * c.quant.auto_filter_small_kn
-    off += " quant.filter_fqns=[]" * bool(c.quant.filter_fqns)
-    unit = ALIGNMENT[c.quant.recipe]
-    fits = off and any(n % unit == k % unit == 0 for n, k in (layer.on_each(tp) for layer in layers))
-    return Problem(
-        "quant.recipe",
-        f"is {c.quant.recipe}, but no layer can be converted: {told}",
-        hint=(f"{off.strip()} or " if fits else "") + _none(c),
-    )
+    explained = "; ".join(f"{name}: {reason}" for reason, name in reasons.items())
+    filters = ["quant.auto_filter_small_kn=false"] if c.quant.auto_filter_small_kn else []
+    filters += ["quant.filter_fqns=[]"] if c.quant.filter_fqns else []
+    unit = ALIGNMENT[recipe]
+    is_aligned = any(n % unit == k % unit == 0 for k, n in sizes.values())
+    unfiltered = " ".join(filters) if is_aligned else ""
+    message = f"is {recipe}, but no layer can be converted: {explained}"
+    return problem("quant.recipe", message, "", unfiltered, _use_none(c))
 
 
 @rule("quant.recipe", "train.compute_dtype")
-def float8_is_not_float64(c: Any) -> Problem | None:
+def quant_excludes_float64(c: Any) -> Problem | None:
     if c.quant.recipe == "none" or c.train.compute_dtype != "float64":
         return None
-    return Problem(
-        "quant.recipe",
-        f"is {c.quant.recipe}, but train.compute_dtype is float64, which is for exact comparisons",
-        allowed="none with float64",
-        hint=f"{_none(c)} or train.compute_dtype=auto train.param_dtype=float32 train.reduce_dtype=float32",
-    )
+    message = f"is {c.quant.recipe}, but train.compute_dtype is float64, which is for exact comparisons"
+    narrow = "train.compute_dtype=auto train.param_dtype=float32 train.reduce_dtype=float32"
+    return problem("quant.recipe", message, "none with float64", _use_none(c), narrow)
 
 
 @rule("quant", "train.compute_dtype")
-def scales_per_row_take_bfloat16(c: Any) -> Problem | None:
+def rowwise_matmuls_exclude_float32(c: Any) -> Problem | None:
     recipe = c.quant.recipe
     if recipe in ("none", "float8_tensorwise") or c.quant.emulate or c.train.compute_dtype != "float32":
         return None
-    return Problem(
-        "train.compute_dtype",
-        f"is float32, but a product in {recipe} comes out in bfloat16",
-        allowed="bfloat16, or auto on a GPU",
-        hint=f"train.compute_dtype=bfloat16 or {_tensorwise(c)}",
-    )
+    # torch._scaled_mm writes bfloat16 only where its scales are per row or block
+    message = f"is float32, but a product in {recipe} comes out in bfloat16"
+    fixes = ("train.compute_dtype=bfloat16", _use_tensorwise(c))
+    return problem("train.compute_dtype", message, "bfloat16, or auto on a GPU", *fixes)
 
 
 @rule("quant.recipe", "train.local_batch", "train.seq_len", "model.max_seq_len", "parallel", "launch")
-def tokens_fill_float8_products(c: Any) -> Problem | None:
-    """The weight's gradient is a sum over tokens, a side of a product like any other."""
+def tokens_are_aligned_for_float8(c: Any) -> Problem | None:
+    # the weight's gradient is a sum over tokens, so their number is a dimension of a float8 GEMM like any other
     recipe = c.quant.recipe
     if recipe in ("none", "float8_rowwise_with_gw_hp") or c.parallel.cp == 0:
         return None
-    unit = (32 if recipe == "mxfp8" else 16) * (resolve_degree(c, "cp") or 1)
+    unit = ALIGNMENT[recipe] * (resolve_degree(c, "cp") or 1)
     batch, seq_len = c.train.local_batch, c.train.seq_len
     if batch * seq_len % unit == 0:
         return None
     lengths = multiples_around(seq_len, unit // math.gcd(unit, batch))
-    sizes = range(1, 2 * batch + unit)
-    hints = [
-        ways("train.seq_len", [length for length in lengths if length <= c.model.max_seq_len]),
-        ways("train.local_batch", nearest_numbers(batch, [n for n in sizes if n * seq_len % unit == 0])),
-    ]
-    return Problem(
-        "train.seq_len",
-        f"is {seq_len}; with train.local_batch={batch} that is {batch * seq_len} tokens a "
-        f"forward, not a multiple of {unit}, as {recipe} needs them",
-        allowed=f"local_batch * seq_len a multiple of {unit}",
-        hint=" or ".join(hint for hint in hints if hint),
+    batches = nearest_numbers(batch, [n for n in range(1, 2 * batch + unit) if n * seq_len % unit == 0])
+    tokens = f"with train.local_batch={batch} that is {batch * seq_len} tokens a forward"
+    message = f"is {seq_len}; {tokens}, not a multiple of {unit}, as {recipe} needs them"
+    fixes = (
+        settings("train.seq_len", [length for length in lengths if length <= c.model.max_seq_len]),
+        settings("train.local_batch", batches),
     )
-
-
-@rule("optim.name", "train.param_dtype")
-def narrow_moments_belong_to_float32(c: Any) -> Problem | None:
-    if c.optim.name == "adamw" or c.train.param_dtype == "float32":
-        return None
-    return Problem(
-        "optim.name",
-        f"is {c.optim.name}, but train.param_dtype is {c.train.param_dtype}",
-        allowed="adamw; the others with train.param_dtype=float32",
-        hint="optim=adamw or train.param_dtype=float32 train.compute_dtype=auto train.reduce_dtype=float32",
-    )
-
-
-@rule("optim.master", "train", "runner.name", "hardware.memory_gib")
-def split_masters_have_bfloat16_weights(c: Any) -> Problem | None:
-    """A plan's device need not be here; nor a check's, where ``hardware`` describes one."""
-    if c.optim.master != "split":
-        return None
-    dtype, wide = c.train.compute_dtype, c.train.param_dtype == "float64"
-    checked = c.runner.name == "check"
-    elsewhere = c.runner.name == "plan" or (checked and c.hardware.memory_gib is not None)
-    on_cpu = dtype == "auto" and not elsewhere and not machine.gpus()
-    if on_cpu:
-        dtype = "auto, which is float32 without a GPU"
-    narrow = "train.compute_dtype=bfloat16" + wide * " train.param_dtype=float32 train.reduce_dtype=float32"
-    allowed = "float32; split where weights are computed with, and so stored, in bfloat16"
-    if dtype not in ("auto", "bfloat16"):
-        return Problem(
-            "optim.master",
-            f"is split, but train.compute_dtype is {dtype}: no weight is stored in bfloat16",
-            allowed=allowed,
-            hint=f"optim.master=float32 or {narrow}" + " or hardware=h200" * (on_cpu and checked and not wide),
-        )
-    if wide:
-        return Problem(
-            "optim.master",
-            "is split, but train.param_dtype is float64: 16 bits more than bfloat16 make float32",
-            allowed=allowed,
-            hint=f"optim.master=float32 or {narrow}",
-        )
-    return None
-
-
-@rule("optim.master", "parallel.fsdp_cpu_offload")
-def split_masters_are_on_the_device(c: Any) -> Problem | None:
-    if c.optim.master != "split" or not c.parallel.fsdp_cpu_offload:
-        return None
-    return Problem(
-        "optim.master",
-        "is split, to spare memory of the device, but with parallel.fsdp_cpu_offload "
-        "weights and masters are in host memory",
-        allowed="float32 with parallel.fsdp_cpu_offload",
-        hint="optim.master=float32 or parallel.fsdp_cpu_offload=false",
-    )
-
-
-@rule("optim.master", "quant.fsdp_float8_all_gather", "quant.precompute_scale")
-def float8_gather_casts_float32_shards(c: Any) -> Problem | None:
-    if c.optim.master != "split" or not c.quant.fsdp_float8_all_gather:
-        return None
-    return Problem(
-        "optim.master",
-        "is split, but with quant.fsdp_float8_all_gather the float32 shards are what is cast to float8",
-        allowed="float32 where FSDP gathers in float8",
-        hint=f"optim.master=float32 or {_no_gather(c)}",
-    )
+    return problem("train.seq_len", message, f"local_batch * seq_len a multiple of {unit}", *fixes)

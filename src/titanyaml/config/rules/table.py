@@ -1,7 +1,10 @@
 """Rules between keys: one table, evaluated as a whole.
 
-A row is a function of the tree and the keys that it reads; it returns a Problem or None. Its hint lists ways out,
-separated by " or "; each is what to type (or to install) and leads to a configuration that the rule accepts.
+A rule is a function of the configuration that returns a Problem or None. The problem's hint lists fixes separated by
+" or ": each is what to type (or to install) for a configuration that the rule accepts.
+
+A constraint that a plugin repeats, because it can be built without this table, is a function ``check_...`` of plain
+values beside its rule; the plugin calls it with values of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +21,16 @@ from titanyaml.config.rules import (
     context_parallel,
     data,
     expert_parallel,
+    fsdp,
     measure,
     mesh,
     model,
     moe,
+    optim,
     pipeline_parallel,
     planning,
     quant,
+    required_plugins,
     tensor_parallel,
     train,
 )
@@ -32,30 +38,27 @@ from titanyaml.config.rules.view import Rule, Unknown, View
 from titanyaml.config.tree_check import check_tree
 from titanyaml.errors import Problem
 
-RULES: tuple[Rule, ...] = (
-    *model.RULES,
-    *activation_checkpointing.RULES,
-    *compile.RULES,
-    *moe.RULES,
-    *mesh.RULES,
-    *tensor_parallel.RULES,
-    *async_tp.RULES,
-    *context_parallel.RULES,
-    *expert_parallel.RULES,
-    *pipeline_parallel.RULES,
-    *quant.RULES,
-    *train.RULES,
-    *measure.RULES,
-    *data.RULES,
-    *planning.RULES,
+# problems are reported in this order: what the model is, how it is split, how it is trained and measured
+_MODEL = (model, activation_checkpointing, compile, moe)
+_PARALLEL = (
+    mesh,
+    required_plugins,
+    fsdp,
+    tensor_parallel,
+    async_tp,
+    context_parallel,
+    expert_parallel,
+    pipeline_parallel,
 )
+_RUN = (quant, optim, train, measure, data, planning)
+RULES: tuple[Rule, ...] = tuple(rule for topic in (*_MODEL, *_PARALLEL, *_RUN) for rule in topic.RULES)
 
 
 def check_rules(cfg: DictConfig | dict[str, Any]) -> list[Problem]:
-    """Problems of every rule that the tree breaks.
+    """The problem of every rule that is broken.
 
     Args:
-        cfg: a composed tree, or the resolved values of one (``check.Tree.values``).
+        cfg: a composed tree, or the resolved values of one (``CheckedTree.values``).
     """
     view = View(with_checkpoint_config(check_tree(cfg).values if isinstance(cfg, DictConfig) else cfg))
     problems = []
@@ -64,6 +67,6 @@ def check_rules(cfg: DictConfig | dict[str, Any]) -> list[Problem]:
             problem = rule.check(view)
         except Unknown:
             continue  # a key that the rule reads has a problem of its own
-        if problem is not None:
+        if problem:
             problems.append(problem)
     return problems

@@ -3,88 +3,66 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import Any
 
-from titanyaml.config.rules.view import Rule, into, multiples_around, nearest_numbers, ways
-from titanyaml.config.world import has_plugin_for, resolve_degree
+from titanyaml.config.rules.hints import reset_nproc
+from titanyaml.config.rules.view import (
+    Rule,
+    divisors,
+    multiples_around,
+    nearest_numbers,
+    offer_first,
+    problem,
+    rule_decorator,
+    settings,
+)
+from titanyaml.config.world import resolve_degree
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
-rule = into(RULES)
+rule = rule_decorator(RULES)
+
+#: Sizes of the model that tp ranks share, of which each is a dimension of a split weight.
+SPLIT_SIZES = ("model.num_heads", "model.num_kv_heads", "model.ffn_dim", "model.moe.shared_ffn_dim", "model.vocab_size")
 
 
-def _divides(c: Any, key: str, size: int) -> Problem | None:
-    """A problem where tp does not divide ``size``; the degrees that are offered divide all that is shared."""
+def check_tp_divides(key: str, size: int, tp: int) -> Problem | None:
+    """A size that ``tp`` ranks share is a multiple of tp."""
+    if size % tp == 0:
+        return None
+    message = f"is {size}, which {tp} tensor-parallel ranks cannot share evenly"
+    return problem(key, message, f"multiples of parallel.tp={tp}", settings(key, multiples_around(size, tp)))
+
+
+def _check_size(c: Any, key: str) -> Problem | None:
+    """``check_tp_divides``, with the nearest degrees that divide all sizes as the first fixes."""
     tp = resolve_degree(c, "tp")
-    if tp is None or tp < 1 or size % tp == 0:
+    size = attrgetter(key)(c)
+    if tp is None or tp < 1 or not (refusal := check_tp_divides(key, size, tp)):
         return None
-    shared = math.gcd(
-        c.model.num_heads,
-        c.model.num_kv_heads,
-        c.model.ffn_dim,
-        c.model.vocab_size,
-        c.model.moe.shared_ffn_dim,
-        c.train.seq_len if c.parallel.tp_sequence_parallel else 0,
-    )
-    degrees = [n for n in range(1, shared + 1) if shared % n == 0]
-    near = multiples_around(size, tp)
-    ranks = " launch.nproc=null" * (c.launch.nproc is not None)
-    fewer = [f"parallel.tp={number}{ranks}" for number in nearest_numbers(tp, degrees)]
-    return Problem(
-        key,
-        f"is {size}, which {tp} tensor-parallel ranks cannot share evenly",
-        allowed=f"multiples of parallel.tp={tp}",
-        hint=" or ".join([*fewer, ways(key, near)]),
-    )
+    seq_len = c.train.seq_len if c.parallel.tp_sequence_parallel else 0  # gcd(n, 0) is n
+    common = math.gcd(seq_len, *(attrgetter(name)(c) for name in SPLIT_SIZES))
+    degrees = nearest_numbers(tp, divisors(common))
+    return offer_first(refusal, *(f"parallel.tp={degree}{reset_nproc(c)}" for degree in degrees))
 
 
-@rule("parallel", "launch", "pipeline.plugins")
-def tensor_ranks_split_something(c: Any) -> Problem | None:
-    """Without a plugin that splits the model all tp ranks would silently do the same work."""
-    tp = resolve_degree(c, "tp")
-    if has_plugin_for(c, "tp") or tp is None or tp < 2:
+def _add_size_rule(key: str) -> None:
+    def check(c: Any) -> Problem | None:
+        return _check_size(c, key)
+
+    check.__name__ = f"tp_divides_{key.rpartition('.')[2]}"
+    rule("parallel", "launch", "model", "train.seq_len")(check)
+
+
+for _key in SPLIT_SIZES:
+    _add_size_rule(_key)
+
+
+@rule("parallel", "launch", "model", "train.seq_len")
+def tp_divides_seq_len(c: Any) -> Problem | None:
+    refusal = _check_size(c, "train.seq_len") if c.parallel.tp_sequence_parallel else None
+    if refusal is None:
         return None
-    return Problem(
-        "pipeline.plugins.tp",
-        f"is off, but {tp} ranks are to share every matrix",
-        allowed="titanyaml.plugins.tp.TensorParallel, or a plugin of yours in its place",
-        hint="parallel.tp=1",
-    )
-
-
-@rule("parallel", "launch", "model", "train.seq_len")
-def tensor_ranks_share_heads(c: Any) -> Problem | None:
-    return _divides(c, "model.num_heads", c.model.num_heads)
-
-
-@rule("parallel", "launch", "model", "train.seq_len")
-def tensor_ranks_share_kv_heads(c: Any) -> Problem | None:
-    return _divides(c, "model.num_kv_heads", c.model.num_kv_heads)
-
-
-@rule("parallel", "launch", "model", "train.seq_len")
-def tensor_ranks_share_features(c: Any) -> Problem | None:
-    return _divides(c, "model.ffn_dim", c.model.ffn_dim)
-
-
-@rule("parallel", "launch", "model", "train.seq_len")
-def tensor_ranks_share_features_of_the_shared_expert(c: Any) -> Problem | None:
-    return _divides(c, "model.moe.shared_ffn_dim", c.model.moe.shared_ffn_dim)
-
-
-@rule("parallel", "launch", "model", "train.seq_len")
-def tensor_ranks_share_vocabulary(c: Any) -> Problem | None:
-    return _divides(c, "model.vocab_size", c.model.vocab_size)
-
-
-@rule("parallel", "launch", "model", "train.seq_len")
-def tensor_ranks_share_the_sequence(c: Any) -> Problem | None:
-    problem = _divides(c, "train.seq_len", c.train.seq_len) if c.parallel.tp_sequence_parallel else None
-    if problem is None:
-        return None
-    return Problem(
-        problem.key,
-        problem.message,
-        allowed=problem.allowed,
-        hint=f"{problem.hint} or parallel.tp_sequence_parallel=false",
-    )
+    fixes = f"{refusal.hint} or parallel.tp_sequence_parallel=false"
+    return problem(refusal.key, refusal.message, refusal.allowed, fixes)

@@ -1,4 +1,4 @@
-"""Rules on the loop: schedule, dtypes, names, what is read at the start."""
+"""Rules on the loop: schedule, kernels, dtypes, names of folders, what is read at the start."""
 
 from __future__ import annotations
 
@@ -7,163 +7,118 @@ from pathlib import Path
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.rules.view import Rule, into
+from titanyaml.config.rules.view import Rule, problem, rule_decorator
 from titanyaml.errors import Problem
 
 RULES: list[Rule] = []
-rule = into(RULES)
+rule = rule_decorator(RULES)
 
 
 @rule("schedule", "train.steps")
 def schedule_fits_steps(c: Any) -> Problem | None:
     decay = c.schedule.decay_steps if c.schedule.kind == "wsd" else 0
-    needed = c.schedule.warmup_steps + decay
-    if needed <= c.train.steps:
+    warmup, steps = c.schedule.warmup_steps, c.train.steps
+    if warmup + decay <= steps:
         return None
-    what = f"warm-up of {c.schedule.warmup_steps} steps" + (f" and decay of {decay}" if decay else "")
-    hints = [f"train.steps={needed}"]
-    hints += [f"schedule.warmup_steps={c.train.steps - decay}"] if decay <= c.train.steps else []
-    return Problem(
-        "schedule.warmup_steps",
-        f"{what} do not fit into train.steps={c.train.steps}",
-        allowed=f"at most {c.train.steps} steps together",
-        hint=" or ".join(hints),
-    )
+    phases = f"warm-up of {warmup} steps and decay of {decay}" if decay else f"warm-up of {warmup} steps"
+    shorter = f"schedule.warmup_steps={steps - decay}" if decay <= steps else ""
+    message = f"{phases} do not fit into train.steps={steps}"
+    allowed = f"at most {steps} steps together"
+    return problem("schedule.warmup_steps", message, allowed, f"train.steps={warmup + decay}", shorter)
 
 
 @rule("schedule")
-def wsd_decays(c: Any) -> Problem | None:
+def wsd_needs_decay_steps(c: Any) -> Problem | None:
     if c.schedule.kind != "wsd" or c.schedule.decay_steps:
         return None
-    return Problem(
-        "schedule.decay_steps",
-        "is 0: wsd without decay is constant",
-        allowed="1 or more",
-        hint="schedule.decay_steps=1 or schedule=constant",
-    )
+    fixes = ("schedule.decay_steps=1", "schedule=constant")
+    return problem("schedule.decay_steps", "is 0: wsd without decay is constant", "1 or more", *fixes)
 
 
 @rule("kernels.name", "runner.name", "train.compute_dtype")
-def fused_kernels_run_here(c: Any) -> Problem | None:
-    """``kernels.choice`` says the same of what only torch can see."""
+def fused_kernels_need_gpu(c: Any) -> Problem | None:
+    # ``kernels.kernel_choice`` reports what only torch can see
     if c.kernels.name != "fused" or c.runner.name == "check":
         return None
     if not machine.gpus():
-        why = "there is no GPU here"
+        obstacle = "there is no GPU here"
     elif c.train.compute_dtype == "float64":
-        why = "train.compute_dtype is float64"
+        obstacle = "train.compute_dtype is float64"
     else:
         return None
-    return Problem(
-        "kernels.name",
-        f"is fused, but {why}: Triton kernels compute in 32 bits on a GPU",
-        allowed="auto, torch",
-        hint="kernels=torch or kernels=auto",
-    )
+    message = f"is fused, but {obstacle}: Triton kernels compute in 32 bits on a GPU"
+    return problem("kernels.name", message, "auto, torch", "kernels=torch", "kernels=auto")
 
 
 @rule("train.compute_dtype", "train.param_dtype", "train.reduce_dtype")
-def float64_is_everywhere(c: Any) -> Problem | None:
+def float64_dtypes_go_together(c: Any) -> Problem | None:
     names = ("compute_dtype", "param_dtype", "reduce_dtype")
-    got = {name: getattr(c.train, name) for name in names}
-    wide = [name for name in names if got[name] == "float64"]
-    if len(wide) in (0, 3):
+    dtypes = {name: getattr(c.train, name) for name in names}
+    wide = [name for name in names if dtypes[name] == "float64"]
+    narrow = [name for name in names if dtypes[name] != "float64"]
+    if not wide or not narrow:
         return None
-    other = next(name for name in names if name not in wide)
-    return Problem(
-        f"train.{other}",
-        f"is {got[other]}, but train.{wide[0]} is float64",
-        allowed="float64 for compute_dtype, param_dtype and reduce_dtype together, or for none of them",
-        hint=" ".join(f"train.{name}=float64" for name in names if name not in wide)
-        + " or "
-        + " ".join(f"train.{name}=float32" for name in wide),
-    )
+    message = f"is {dtypes[narrow[0]]}, but train.{wide[0]} is float64"
+    allowed = f"float64 for {names[0]}, {names[1]} and {names[2]} together, or for none of them"
+    fixes = [" ".join(f"train.{name}=float64" for name in narrow), " ".join(f"train.{name}=float32" for name in wide)]
+    return problem(f"train.{narrow[0]}", message, allowed, *fixes)
 
 
 @rule("train.compute_dtype", "train.reduce_dtype")
-def reduction_is_as_wide_as_compute(c: Any) -> Problem | None:
+def reduce_dtype_is_as_wide_as_compute_dtype(c: Any) -> Problem | None:
     if c.train.reduce_dtype != "bfloat16" or c.train.compute_dtype == "bfloat16":
         return None
-    return Problem(
-        "train.reduce_dtype",
-        f"is bfloat16, which may round gradients of compute_dtype={c.train.compute_dtype}",
-        allowed="float32; bfloat16 where compute_dtype is bfloat16",
-        hint="train.reduce_dtype=float32 or train.compute_dtype=bfloat16",
-    )
-
-
-@rule("optim.groups")
-def group_patterns_compile(c: Any) -> Problem | None:
-    for index, group in enumerate(c.optim.groups):
-        try:
-            re.compile(group.pattern)
-        except re.error as error:
-            return Problem(f"optim.groups[{index}].pattern", f"{group.pattern!r} is no regular expression: {error}")
-    return None
+    message = f"is bfloat16, which may round gradients of compute_dtype={c.train.compute_dtype}"
+    fixes = ("train.reduce_dtype=float32", "train.compute_dtype=bfloat16")
+    return problem("train.reduce_dtype", message, "float32; bfloat16 where compute_dtype is bfloat16", *fixes)
 
 
 @rule("run.name", "run.id")
-def names_are_folders(c: Any) -> Problem | None:
+def run_names_are_folder_names(c: Any) -> Problem | None:
     for key, name in (("run.name", c.run.name), ("run.id", c.run.id)):
         if not name or name in (".", "..") or "/" in name or "\\" in name:
             legal = re.sub(r"[/\\]+", "-", name).strip(".-") or "a"
-            return Problem(
-                key,
-                f"is {name!r}, which is no name for a folder",
-                allowed="a text without slashes",
-                hint=f"{key}={legal}",
-            )
+            message = f"is {name!r}, which is no name for a folder"
+            return problem(key, message, "a text without slashes", f"{key}={legal}")
     return None
 
 
 @rule("run.dir")
-def run_has_a_folder(c: Any) -> Problem | None:
-    if c.run.dir.strip() and Path(c.run.dir).resolve() != Path("/"):
+def run_dir_is_a_folder(c: Any) -> Problem | None:
+    folder = c.run.dir
+    # an empty path would resolve to the current folder
+    if folder.strip() and Path(folder).resolve() != Path("/"):
         return None
-    return Problem(
-        "run.dir",
-        f"is {c.run.dir!r}, which is no folder for a run",
-        allowed="a folder of its own",
-        hint="run.dir=outputs/mine",
-    )
+    message = f"is {folder!r}, which is no folder for a run"
+    return problem("run.dir", message, "a folder of its own", "run.dir=outputs/mine")
 
 
 @rule("checkpoint.resume")
-def resume_path_exists(c: Any) -> Problem | None:
+def checkpoint_to_resume_exists(c: Any) -> Problem | None:
     resume = c.checkpoint.resume
     if resume in ("auto", "none") or (resume and Path(resume).expanduser().exists()):
         return None
-    return Problem(
-        "checkpoint.resume",
-        f"{resume!r} does not exist (looked in {Path.cwd()})",
-        allowed="auto, none, or a checkpoint's folder",
-        hint="checkpoint.resume=auto or checkpoint.resume=none",
-    )
+    message = f"{resume!r} does not exist (looked in {Path.cwd()})"
+    fixes = ("checkpoint.resume=auto", "checkpoint.resume=none")
+    return problem("checkpoint.resume", message, "auto, none, or a checkpoint's folder", *fixes)
 
 
 @rule("runner.name", "runner.checkpoint")
-def runner_has_a_checkpoint(c: Any) -> Problem | None:
-    if c.runner.name not in ("eval", "sample"):
+def runner_checkpoint_exists(c: Any) -> Problem | None:
+    runner = c.runner.name
+    if runner not in ("eval", "sample"):
         return None
-    given = c.runner.checkpoint
-    if given and Path(given).expanduser().exists():
+    folder = c.runner.checkpoint
+    if folder and Path(folder).expanduser().exists():
         return None
-    message = "is required" if not given else f"{given!r} does not exist (looked in {Path.cwd()})"
-    return Problem(
-        "runner.checkpoint",
-        f"{message}: runner={c.runner.name} reads a model from it",
-        allowed="a run folder or a checkpoint folder",
-        hint="runner.checkpoint=<folder>",
-    )
+    failure = f"{folder!r} does not exist (looked in {Path.cwd()})" if folder else "is required"
+    message = f"{failure}: runner={runner} reads a model from it"
+    return problem("runner.checkpoint", message, "a run folder or a checkpoint folder", "runner.checkpoint=<folder>")
 
 
 @rule("runner.name", "validation.batches")
-def evaluation_has_batches(c: Any) -> Problem | None:
+def eval_needs_batches(c: Any) -> Problem | None:
     if c.runner.name != "eval" or c.validation.batches:
         return None
-    return Problem(
-        "validation.batches",
-        "is 0: runner=eval measures the loss of that many batches",
-        allowed="1 or more",
-        hint="validation.batches=8",
-    )
+    message = "is 0: runner=eval measures the loss of that many batches"
+    return problem("validation.batches", message, "1 or more", "validation.batches=8")

@@ -1,9 +1,9 @@
-"""What a rule is, what it sees of a tree, and how it spells the nearest legal values."""
+"""What a rule is, what it sees of a configuration, and how it spells a problem and the nearest legal values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanyaml.errors import Problem
@@ -12,11 +12,14 @@ Check = Callable[[Any], Problem | None]
 
 
 class Unknown(Exception):
-    """A key that has a problem of its own, or is absent, was read."""
+    """A rule read a key that is absent, or has a problem of its own."""
 
 
 class View:
-    """Attribute access to a nested dict; reading what is not there raises Unknown."""
+    """Attribute access to a nested dict; reading what is absent raises Unknown.
+
+    A rule cannot judge a value that is wrong by itself, so ``table.check_rules`` skips the rule on Unknown.
+    """
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -41,7 +44,8 @@ class Rule:
     """One row of the table.
 
     Args:
-        name: the function's. keys: what it reads. check: the problem of a View, or None.
+        name: name of the check function. keys: keys or sections that it reads; its problem is about one of them.
+        check: takes a View or a Config and returns the problem, or None.
     """
 
     name: str
@@ -49,32 +53,47 @@ class Rule:
     check: Check
 
 
-def into(table: list[Rule]) -> Callable[..., Callable[[Check], Check]]:
-    """A decorator that adds functions to a table: ``@rule("train.seq_len", "model.max_seq_len")``."""
+def rule_decorator(rules: list[Rule]) -> Callable[..., Callable[[Check], Check]]:
+    """A decorator that appends functions to ``rules``: ``@rule("train.seq_len", "model.max_seq_len")``."""
 
     def rule(*keys: str) -> Callable[[Check], Check]:
-        def add(check: Check) -> Check:
-            table.append(Rule(check.__name__, keys, check))
+        def append(check: Check) -> Check:
+            rules.append(Rule(check.__name__, keys, check))
             return check
 
-        return add
+        return append
 
     return rule
 
 
+def problem(key: str, message: str, allowed: str = "", *fixes: str, is_unread: bool = False) -> Problem:
+    """A Problem whose hint offers each fix that is not empty."""
+    return Problem(key, message, allowed=allowed, hint=" or ".join(filter(None, fixes)), is_unread=is_unread)
+
+
+def offer_first(refusal: Problem, *fixes: str) -> Problem:
+    """The same problem with these fixes before its own."""
+    return replace(refusal, hint=" or ".join(filter(None, [*fixes, refusal.hint])))
+
+
 def multiples_around(value: int, unit: int) -> list[int]:
-    """The nearest positive multiples of ``unit`` below and above a value that is none."""
+    """The nearest positive multiples of ``unit`` below and above a value that is not one itself."""
     below = value // unit * unit
     return [number for number in (below, below + unit) if number > 0]
 
 
 def nearest_numbers(value: int, legal: Iterable[int]) -> list[int]:
-    """The nearest legal numbers on both sides."""
-    legal = sorted(legal)
-    below = [number for number in legal if number < value][-1:]
-    return below + [number for number in legal if number > value][:1]
+    """The nearest legal numbers below and above ``value``."""
+    ascending = sorted(legal)
+    below = [number for number in ascending if number < value][-1:]
+    return below + [number for number in ascending if number > value][:1]
 
 
-def ways(key: str, values: Iterable[Any]) -> str:
-    """``key=a or key=b``."""
+def divisors(number: int) -> list[int]:
+    """The positive divisors of a positive number, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def settings(key: str, values: Iterable[Any]) -> str:
+    """Alternatives for one key: ``key=a or key=b``."""
     return " or ".join(f"{key}={value}" for value in values)
