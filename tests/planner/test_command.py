@@ -32,8 +32,8 @@ def typed(tmp_path: Path):
     return run
 
 
-def test_a_plan_on_a_laptop(typed, tmp_path: Path) -> None:
-    done = typed(
+def test_plan_without_torch(typed, tmp_path: Path) -> None:
+    process = typed(
         "runner=plan",
         "model=llama3_70b",
         "parallel=fsdp32_tp8",
@@ -45,8 +45,8 @@ def test_a_plan_on_a_laptop(typed, tmp_path: Path) -> None:
         "hardware.price_per_hour=2",
         "run.dir=here",
     )
-    assert done.returncode == 0, done.stderr
-    assert "memory of the fullest rank" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "memory of the fullest rank" in process.stdout
     plan = json.loads((tmp_path / "here" / "plan.json").read_text())
     assert {
         "fits",
@@ -73,19 +73,19 @@ def test_a_plan_on_a_laptop(typed, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "here" / "status.json").read_text())["metric"] == plan["tps"]
 
 
-def test_what_does_not_fit_is_a_result(typed, tmp_path: Path) -> None:
-    done = typed(
+def test_plan_that_does_not_fit_is_a_result(typed, tmp_path: Path) -> None:
+    process = typed(
         "runner=plan", "model=llama3_8b", "parallel=fsdp8", "hardware=h100_sxm", "train.local_batch=8", "run.dir=here"
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     plan = json.loads((tmp_path / "here" / "plan.json").read_text())
     assert plan["fits"] is False and len(plan["changes"]) == 3
     assert "does not fit" in plan["warnings"][0] and "the largest part is activations" in plan["warnings"][0]
-    assert all(one["typed"] in plan["warnings"][0] for one in plan["changes"])
+    assert all(change["typed"] in plan["warnings"][0] for change in plan["changes"])
 
 
-def test_a_sweep_ranks_meshes(typed, tmp_path: Path) -> None:
-    done = typed(
+def test_sweep_ranks_meshes(typed, tmp_path: Path) -> None:
+    process = typed(
         "-m",
         "runner=plan",
         "model=llama3_8b",
@@ -95,7 +95,7 @@ def test_a_sweep_ranks_meshes(typed, tmp_path: Path) -> None:
         "ac=full",
         "hydra.sweep.dir=swept",
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     with (tmp_path / "swept" / "sweep.csv").open() as file:
         rows = {"fsdp8" if "parallel=fsdp8" in row["overrides"] else "single": row for row in csv.DictReader(file)}
     fsdp, single = rows["fsdp8"], rows["single"]
@@ -103,8 +103,8 @@ def test_a_sweep_ranks_meshes(typed, tmp_path: Path) -> None:
     assert (single["state"], float(single["metric"])) == ("done", 0.0), "what does not fit is a result"
 
 
-def test_a_search_chooses_the_jobs_of_a_sweep(typed, tmp_path: Path) -> None:
-    done = typed(
+def test_search_chooses_the_jobs_of_a_sweep(typed, tmp_path: Path) -> None:
+    process = typed(
         "-m",
         "hydra/sweeper=titan_search",
         "runner=plan",
@@ -121,22 +121,24 @@ def test_a_search_chooses_the_jobs_of_a_sweep(typed, tmp_path: Path) -> None:
         "hydra.sweeper.jobs=2",
         "hydra.sweep.dir=found",
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found" / "search.json").read_text())
-    assert found["tried"] >= found["legal"] >= found["fitted"] > 30
-    best = found["best"]
-    assert len(best) == 10 and best == sorted(best, key=lambda one: -one["tps"])
-    assert all("ac=full" in one["change"] and one["why"] for one in best), "what was typed is kept"
-    assert {"optim=adamw", "optim=adamw_bf16"} == {text for one in best for text in one["base"] if "optim" in text}
-    assert found["command"] in done.stdout and "torchrun --nnodes=2 --nproc-per-node=8" in found["command"]
-    assert "runner" not in found["command"] and "launch.nproc" not in found["command"]
+    assert process.returncode == 0, process.stderr
+    search = json.loads((tmp_path / "found" / "search.json").read_text())
+    assert search["tried"] >= search["legal"] >= search["fitted"] > 30
+    best = search["best"]
+    assert len(best) == 10 and best == sorted(best, key=lambda candidate: -candidate["tps"])
+    assert all("ac=full" in candidate["change"] and candidate["why"] for candidate in best), "what was typed is kept"
+    assert {"optim=adamw", "optim=adamw_bf16"} == {
+        text for candidate in best for text in candidate["base"] if "optim" in text
+    }
+    assert search["command"] in process.stdout and "torchrun --nnodes=2 --nproc-per-node=8" in search["command"]
+    assert "runner" not in search["command"] and "launch.nproc" not in search["command"]
     with (tmp_path / "found" / "sweep.csv").open() as file:
         speeds = sorted((float(row["tps"]) for row in csv.DictReader(file)), reverse=True)
-    assert speeds == pytest.approx([one["tps"] for one in best[:2]])
+    assert speeds == pytest.approx([candidate["tps"] for candidate in best[:2]])
 
 
-def test_the_command_of_the_first_choice_is_planned_alike(typed, tmp_path: Path) -> None:
-    done = typed(
+def test_command_of_the_first_choice_gives_the_same_plan(typed, tmp_path: Path) -> None:
+    process = typed(
         "-m",
         "hydra/sweeper=titan_search",
         "runner=plan",
@@ -151,13 +153,13 @@ def test_the_command_of_the_first_choice_is_planned_alike(typed, tmp_path: Path)
         "train.local_batch=2,4",
         "hydra.sweep.dir=found",
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found" / "search.json").read_text())
-    command = found["command"].split("-m titanyaml ")[1].split()
+    assert process.returncode == 0, process.stderr
+    search = json.loads((tmp_path / "found" / "search.json").read_text())
+    command = search["command"].split("-m titanyaml ")[1].split()
     assert "quant.product=own" in command and any("ac.keep_products=" in text for text in command)
-    again = typed("runner=plan", "run.dir=again", *command)
-    assert again.returncode == 0, again.stderr
-    plan, first = json.loads((tmp_path / "again" / "plan.json").read_text()), found["best"][0]
+    replay = typed("runner=plan", "run.dir=again", *command)
+    assert replay.returncode == 0, replay.stderr
+    plan, first = json.loads((tmp_path / "again" / "plan.json").read_text()), search["best"][0]
     assert plan["fits"] and plan["tps"] == pytest.approx(first["tps"], rel=1e-9)
     assert plan["memory_gib"]["total"] == pytest.approx(first["memory_gib"], rel=1e-9)
 
@@ -176,19 +178,19 @@ def test_the_command_of_the_first_choice_is_planned_alike(typed, tmp_path: Path)
         (["hardware=h200", "launch.nproc=8", "parallel=fsdp8,fsdp4_tp4"], "is 8, but parallel=fsdp4_tp4 has 16 ranks"),
     ],
 )
-def test_a_search_that_cannot_be(typed, overrides: list[str], words: str) -> None:
-    done = typed("-m", "hydra/sweeper=titan_search", "runner=plan", "model=llama3_8b", *overrides)
-    assert done.returncode == 2
-    assert words in done.stderr and "Traceback" not in done.stderr
+def test_impossible_search_is_refused(typed, overrides: list[str], words: str) -> None:
+    process = typed("-m", "hydra/sweeper=titan_search", "runner=plan", "model=llama3_8b", *overrides)
+    assert process.returncode == 2
+    assert words in process.stderr and "Traceback" not in process.stderr
 
 
-def test_a_search_without_m_is_told(typed) -> None:
-    done = typed("hydra/sweeper=titan_search", "runner=plan", "hardware=h200", "launch.nproc=8")
-    assert done.returncode == 2
-    assert "try: -m hydra/sweeper=titan_search" in done.stderr
+def test_search_without_multirun_is_refused(typed) -> None:
+    process = typed("hydra/sweeper=titan_search", "runner=plan", "hardware=h200", "launch.nproc=8")
+    assert process.returncode == 2
+    assert "try: -m hydra/sweeper=titan_search" in process.stderr
 
 
-def test_an_unknown_device_is_refused(typed) -> None:
-    done = typed("runner=plan")
-    assert done.returncode == 2
-    assert "hardware.gemm_bf16_tflops" in done.stderr
+def test_unknown_device_is_refused(typed) -> None:
+    process = typed("runner=plan")
+    assert process.returncode == 2
+    assert "hardware.gemm_bf16_tflops" in process.stderr

@@ -54,7 +54,7 @@ SPLIT = [("single optim.master=split", 0, "full"), ("fsdp4 optim.master=split", 
         *SPLIT,
     ],
 )
-def test_memory_is_what_the_pipeline_needs(configure, mesh: str, rank: int, ac: str) -> None:
+def test_planned_bytes_are_those_of_a_traced_step(configure, mesh: str, rank: int, ac: str) -> None:
     config = configure(*(MIXED if "ep" in mesh else DENSE), *f"parallel={mesh}".split(), f"ac={ac}")
     job = from_config.job(config)
     real = memory_trace.measured(config, pipeline_rank=rank)
@@ -63,8 +63,8 @@ def test_memory_is_what_the_pipeline_needs(configure, mesh: str, rank: int, ac: 
     assert real.parameters == pytest.approx(states["parameters"], rel=0.001)
     assert real.optimizer == pytest.approx(states["optimizer"], rel=0.001)
     assert real.gradients == pytest.approx(states["gradients"], rel=0.001)
-    held = in_flight.forwards_held(job, rank) / job.stages_per_rank if job.mesh.pp > 1 else 1
-    saved = [held * saved_bytes(job, block) for stage in stages for block in stage.blocks]
+    in_flight_share = in_flight.forwards_held(job, rank) / job.stages_per_rank if job.mesh.pp > 1 else 1
+    saved = [in_flight_share * saved_bytes(job, block) for stage in stages for block in stage.blocks]
     assert real.saved == pytest.approx(saved, rel=0.02)
     when, parts = eager_peak(job, rank=rank)
     assert real.peak.total == pytest.approx(sum(parts.values()), rel=0.02), (when, parts, real.peak)
@@ -87,7 +87,7 @@ def states_of_a_rank(rank: int, config: Config) -> tuple[int, ...]:
         [local(tensor.detach()).untyped_storage() for tensor in tensors]
         for tensors in (named.values(), [*built.masters.values(), *moments], optimizer.grads())
     ]
-    return tuple(sum({one.data_ptr(): one.nbytes() for one in kind}.values()) for kind in storages)
+    return tuple(sum({storage.data_ptr(): storage.nbytes() for storage in kind}.values()) for kind in storages)
 
 
 @pytest.mark.parametrize("master", ["float32", "split"])
@@ -110,7 +110,7 @@ def test_states_are_those_of_real_ranks(configure, master: str) -> None:
     ("typed", "rank"),
     [("ac=none parallel.pp_schedule=Interleaved1F1B", 1), ("ac=none parallel.fsdp_reshard_after_forward=always", 1)],
 )
-def test_a_pipeline_peaks_at_one_of_its_moments(configure, typed: str, rank: int) -> None:
+def test_pipeline_peak_is_at_a_planned_instant(configure, typed: str, rank: int) -> None:
     config = configure(*DENSE, "parallel=fsdp4_pp2", "train.global_batch=32", *typed.split())
     _, parts = eager_peak(from_config.job(config), rank=rank)
     real = memory_trace.measured(config, pipeline_rank=rank).peak
@@ -120,7 +120,7 @@ def test_a_pipeline_peaks_at_one_of_its_moments(configure, typed: str, rank: int
 @pytest.mark.parametrize(
     ("model", "mesh", "share"), [(DENSE, "fsdp4", 0.25), (DENSE, "tp2", 0.25), (MIXED, "ep2", 0.75)]
 )
-def test_a_share_of_the_products_takes_what_is_planned(configure, model: list[str], mesh: str, share: float) -> None:
+def test_share_of_kept_matmuls_takes_planned_bytes(configure, model: list[str], mesh: str, share: float) -> None:
     config = configure(*model, f"parallel={mesh}", "ac=selective_op", f"ac.keep_products={share}")
     job = from_config.job(config)
     levels = kept_matmuls.block_levels(share, blocks=job.shape.num_layers)
@@ -142,7 +142,7 @@ def test_a_share_of_the_products_takes_what_is_planned(configure, model: list[st
         (MIXED, "parallel=single ac=none"),
     ],
 )
-def test_a_compiled_block_keeps_what_is_planned(configure, model: list[str], typed: str) -> None:
+def test_compiled_block_saves_planned_bytes(configure, model: list[str], typed: str) -> None:
     config = configure(
         *model, *typed.split(), "compile=block", "compile.backend=aot_eager_decomp_partition", "model.num_layers=1"
     )
@@ -162,9 +162,9 @@ def no_budget() -> Iterator[None]:
     compat_compile.set_activation_memory_budget(1.0)
 
 
-def test_a_budget_repeats_attention_where_the_partitioner_does(configure, no_budget) -> None:
+def test_budget_repeats_attention_where_the_partitioner_does(configure, no_budget) -> None:
     """Between these two shares what tp ranks gather leaves too little to the product of gate and up."""
-    kept, planned, repeated = [], [], []
+    saved, planned, repeated = [], [], []
     for share in (0.84, 0.82):
         torch.compiler.reset()
         config = configure(
@@ -178,10 +178,10 @@ def test_a_budget_repeats_attention_where_the_partitioner_does(configure, no_bud
         )
         job = from_config.job(config)
         [block] = job.shape.blocks
-        kept.append(memory_trace.compiled_block(config))
+        saved.append(memory_trace.compiled_block(config))
         planned.append(job.tokens * saved_per_token(job, block))
         repeated.append("attention" in operators.recomputed(job, block))
     assert repeated == [False, True]
     sums = 4 * job.tokens * job.shape.num_heads // 2  # logarithms, which the plan leaves out
-    assert kept[0] - kept[1] == planned[0] - planned[1] + sums > sums
-    assert planned[0] == pytest.approx(kept[0], rel=0.02)
+    assert saved[0] - saved[1] == planned[0] - planned[1] + sums > sums
+    assert planned[0] == pytest.approx(saved[0], rel=0.02)

@@ -1,7 +1,7 @@
 """Shape of a decoder: kinds of blocks, weight matrices, parameters, FLOPs of a token. No torch.
 
-Rules and the planner count with it. Counts equal those of the module that ``models.decoder`` builds, to the last
-parameter (tests compare both). Linear layers have no biases.
+Rules and the planner count with it. Counts equal those of the module that ``models.decoder`` builds (tests compare
+both), but for biases (``model.attention_bias``), which are left out: below 0.1 % of the parameters.
 """
 
 from __future__ import annotations
@@ -134,9 +134,10 @@ class DecoderShape:
     @property
     def blocks(self) -> tuple[BlockKind, ...]:
         """The kind of each block."""
-        return tuple(map(self._kind, range(self.num_layers)))
+        return tuple(map(self.kind, range(self.num_layers)))
 
-    def _kind(self, layer: int) -> BlockKind:
+    def kind(self, layer: int) -> BlockKind:
+        """The kind of block ``layer``."""
         moe = self.mixture
         mixture = moe is not None and layer >= moe.first_dense and (layer + 1) % moe.every == 0
         rotary = self.rotary and not (self.nope_every and (layer + 1) % self.nope_every == 0)
@@ -232,10 +233,22 @@ class DecoderShape:
         return self.num_params - mixtures * (self.experts.num_experts - self.experts.top_k) * self.expert_params
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Training FLOPs per token by the convention of published MFU (``models.protocol.ModelFacts``)."""
+        """Training FLOPs per token, see ``training_flops_per_token``."""
         # an untied embedding is a lookup; a tied one is the head's GEMM too
-        embedding = 0 if self.tied else self.table_params
-        return 6 * (self.num_active_params - embedding) + 12 * self.num_layers * self.query_dim * seq_len
+        matmul_params = self.num_active_params - (0 if self.tied else self.table_params)
+        return training_flops_per_token(matmul_params, self.num_layers * self.query_dim, seq_len)
+
+
+def training_flops_per_token(matmul_params: int, attention_width: int, seq_len: int) -> int:
+    """FLOPs of forward and backward by the convention of published MFU figures (Chowdhery et al. 2022, appendix B).
+
+    Attention is not halved for causality, and recomputation is not counted.
+
+    Args:
+        matmul_params: parameters that a token is multiplied by.
+        attention_width: features of all query heads of all layers.
+    """
+    return 6 * matmul_params + 12 * attention_width * seq_len
 
 
 # Cached: a plan asks for every block of every pipeline rank, and a search makes thousands of plans.

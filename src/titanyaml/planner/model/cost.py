@@ -7,6 +7,7 @@ reached bandwidth; a collective at its link's rate, after a latency. ``constants
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -118,7 +119,8 @@ def attention_seconds(job: Job, attention: AttentionKernel) -> float:
     if job.software.attention == "cudnn" and job.device.cudnn_tflops:
         kernel, rates = "cudnn", job.device.cudnn_tflops
     # narrow heads fill the tensor cores less. The exponent is an estimate: every row that is known has heads of 128
-    rate = rates[attention.backward] * 1e12 * job.software.attention_age * min(1.0, attention.head_dim / 128) ** 0.3
+    narrow = math.pow(min(1.0, attention.head_dim / 128), 0.3)
+    rate = rates[attention.backward] * 1e12 * job.software.attention_age * narrow
     slower = 1.0
     if job.mesh.cp > 1 and job.cp_method != "ulysses" and job.software.context_slows:
         slower += constants.CONTEXT_SLOWDOWN.value * (1 - 1 / job.mesh.cp)

@@ -111,7 +111,7 @@ def _passes(job: Job, *, backward: bool) -> MemoryPass:
     elements = (5 + 4 * (job.mesh.ep > 1)) * m * d + 4 * n * d
     elements += (5 if _is_eager(job) else 3) * m * f  # the experts' activation and product
     # a backward has two gradients, or a gather, where the forward has one tensor
-    moved = (2 if backward else 1) * elements * job.compute_bytes
+    moved: float = (2 if backward else 1) * elements * job.compute_bytes
     # scores in float32: softmax, top-k and the scatter of chosen scores
     moved += 40.0 * n * job.shape.experts.num_experts
     return MemoryPass("dispatch, activation, combination", "elementwise", moved)

@@ -30,6 +30,7 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
     sizes = degrees.resolve_degrees(parallel, world_size=world.count_ranks(config))
     mesh, shape = Mesh(**sizes), DecoderShape.of(config.model)
     forwards = degrees.global_batch(config, sizes) // (train.local_batch * mesh.data_degree)
+    batches: dict[str, Any]
     if mesh.pp == 1:
         batches = {"local_batch": train.local_batch, "accumulation": forwards}
     else:  # a pipeline's microbatches are its accumulation
@@ -91,7 +92,8 @@ def _pipeline(
     parallel: schema.Parallel, shape: DecoderShape, mesh: Mesh, *, seq_len: int, microbatches: int
 ) -> dict[str, Any]:
     """A job's pipeline, split as ``pipeline_parallel.partition`` splits it. A schedule from a file is simulated."""
-    bubble, max_in_flight = None, ()
+    bubble: float | None = None
+    max_in_flight: tuple[int, ...] = ()
     if parallel.pp_schedule_csv is not None:
         grid = actions.read(Path(parallel.pp_schedule_csv).expanduser())
         orders, owners = actions.orders(grid), tuple(actions.stage_owners(grid))

@@ -38,14 +38,14 @@ def forwards_held(job: Job, rank: int) -> int:
     p, v, m = job.mesh.pp, job.stages_per_rank, job.microbatches
     ranks_after = p - 1 - rank
     # warm-up forwards and the one of the first backward; tests compare with the orders that torch runs
-    most = {
+    limits = {
         "1F1B": ranks_after + 1,
         "Interleaved1F1B": (v - 1) * p + 2 * ranks_after + 1,
         "InterleavedZeroBubble": v * p,
         "ZBVZeroBubble": 2 * p,
         "DualPipeV": 2 * p + 1,
     }
-    return min(m * v, most.get(job.schedule, m * v))
+    return min(m * v, limits.get(job.schedule, m * v))
 
 
 def instants(job: Job, rank: int) -> Iterator[PipelineInstant]:
@@ -53,21 +53,22 @@ def instants(job: Job, rank: int) -> Iterator[PipelineInstant]:
 
     In a V schedule, or one from a file, half of a stage's backwards are taken to come before the next stage's first.
     """
-    v, total, most = job.stages_per_rank, job.microbatches * job.stages_per_rank, forwards_held(job, rank)
+    v, limit = job.stages_per_rank, forwards_held(job, rank)
+    total = job.microbatches * v
     turn = _microbatches_per_turn(job)
     # backwards on this rank before each stage's first and last
     first = [(v - 1 - stage) * turn for stage in range(v)]
     last = [total - 1 - stage * turn for stage in range(v)]
     for stage in range(v):
         for backwards in sorted({first[stage], min(first[stage] + 1, last[stage]), last[stage]}):
-            in_flight = min(most, total - backwards)
+            in_flight = min(limit, total - backwards)
             unreduced = tuple(i for i in range(v) if first[i] < backwards <= last[i])
             rounds, forwards_in_round = divmod(backwards + in_flight, v * turn)
             # the last stage's forwards are the last turn of each round
             outputs = rounds * turn + max(0, forwards_in_round - (v - 1) * turn) - (stage == v - 1)
             reduced = tuple(i for i in range(v) if last[i] < backwards)
             # once fewer forwards are in flight than possible, no forward will come
-            unfreed = unreduced if in_flight < most else ()
+            unfreed = unreduced if in_flight < limit else ()
             start = PipelineInstant(in_flight, stage, outputs, unreduced, reduced, unfreed)
             yield start
             yield replace(

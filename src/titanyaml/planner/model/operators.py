@@ -127,7 +127,7 @@ def _forward_passes(job: Job, block: BlockKind) -> list[Operator]:
     stream, rotated, product = _pass_elements(job, block)
     # compiled, elements moved per token: norm 2d, rotation 2(q + k), addition and norm 4d, product of gate and up 3f
     # (ungated activation 2f), addition 3d
-    moved = 9 * stream * job.stream_bytes
+    moved: float = 9 * stream * job.stream_bytes
     moved += job.compute_bytes * (2 * rotated + (3 if job.shape.gated else 2) * product)
     moved += _eager_bytes(job, block, norm=30, rotation=24, product=4)
     return [MemoryPass("norms, rotation, activation", "elementwise", moved)]
@@ -137,7 +137,7 @@ def _backward_passes(job: Job, block: BlockKind) -> list[Operator]:
     stream, rotated, product = _pass_elements(job, block)
     # compiled, elements moved per token: two norms 8d, sums of the GEMMs' input gradients 7d, rotation 2(q + k),
     # product of gate and up 6f (ungated activation 3f). Input gradients are summed before tp ranks scatter them
-    moved = (8 * stream + 7 * job.tokens * job.shape.dim) * job.stream_bytes
+    moved: float = (8 * stream + 7 * job.tokens * job.shape.dim) * job.stream_bytes
     moved += job.compute_bytes * (2 * rotated + (6 if job.shape.gated else 3) * product)
     moved += _eager_bytes(job, block, norm=45, rotation=30, product=6)
     return [MemoryPass("gradients of norms, rotation, activation", "elementwise", moved)]
@@ -168,16 +168,8 @@ def block_forward(job: Job, block: BlockKind) -> list[Operator]:
     # a mixture without a shared expert routes slices: tp ranks gather and scatter for attention alone
     ffn_transfers = [*gather, *scatter] if job.shape.width(block) else []
     passes = _forward_passes(job, block)
-    return [
-        *gather,
-        *_gemms(job, linears),
-        *_casts(job, linears),
-        *attention,
-        *scatter,
-        *mixture,
-        *ffn_transfers,
-        *passes,
-    ]
+    matmuls = [*_gemms(job, linears), *_casts(job, linears)]
+    return [*gather, *matmuls, *attention, *scatter, *mixture, *ffn_transfers, *passes]
 
 
 def recomputed(job: Job, block: BlockKind, level: int = kept_matmuls.HALF) -> tuple[str, ...]:

@@ -46,26 +46,26 @@ def saved_by_kind(job: Job) -> dict[BlockKind, float]:
     """Bytes that a block of each kind saves of a token, on average over all blocks of the decoder.
 
     ``ac.keep_products`` deals levels out to the blocks of each pipeline rank. Memory takes every block at the same
-    point between saving all and saving its input alone: the one at which all blocks together save as much.
+    point between no checkpointing and full checkpointing: the one at which all blocks together save as much.
     """
     kinds = set(job.shape.blocks)
     if job.ac != "selective_op" or job.ac_keep == Job.ac_keep:  # half of the outputs: every block has the same level
         return {block: saved_per_token(job, block) for block in kinds}
-    most = {block: job.compute_bytes * _all_elements(job, block) for block in kinds}
-    least = job.compute_bytes * _stream(job)
+    without_ac = {block: job.compute_bytes * _all_elements(job, block) for block in kinds}
+    checkpointed = job.compute_bytes * _stream(job)
     span = spared = 0.0
     for rank in range(job.mesh.pp):
         blocks = [block for stage in job.stages_of(rank) for block in stage.blocks]
         for block, level in zip(blocks, kept_matmuls.block_levels(job.ac_keep, blocks=len(blocks)), strict=True):
-            span += most[block] - least
-            spared += most[block] - saved_per_token(job, block, level=level)
+            span += without_ac[block] - checkpointed
+            spared += without_ac[block] - saved_per_token(job, block, level=level)
     period = span / (spared or 1e-9 * span)  # nothing is spared where all outputs are small, or kept anyway
-    return {block: _mean(least, most[block], period) for block in kinds}
+    return {block: _mean(checkpointed, without_ac[block], period) for block in kinds}
 
 
-def _mean(least: float, most: float, period: float) -> float:
-    """Mean over blocks of which one in ``period`` saves the least and the others the most."""
-    return (least + (period - 1) * most) / period
+def _mean(checkpointed: float, without_ac: float, period: float) -> float:
+    """Mean over blocks of which one in ``period`` is checkpointed and the others are not."""
+    return (checkpointed + (period - 1) * without_ac) / period
 
 
 def _sliced(job: Job) -> bool:
@@ -152,16 +152,17 @@ def _output_sizes(job: Job, block: BlockKind) -> dict[str, float]:
 
 def _budget_elements(job: Job, block: BlockKind) -> float:
     """Under a compiler's ``ac.budget``."""
-    least, most = _stream(job), _all_elements(job, block)
+    checkpointed, without_ac = _stream(job), _all_elements(job, block)
     if job.ac_budget < operators.CHEAP_BUDGET:
-        return least + job.ac_budget**2 * (most - least)  # 3B on an H200: a budget of 0.5 kept 0.32 of the activations
-    if job.uses_float8:
-        return most  # what is cheap was recomputed without a budget
+        # 3B on an H200: a budget of 0.5 kept 0.32 of the activations
+        return checkpointed + job.ac_budget**2 * (without_ac - checkpointed)
+    if job.uses_float8:  # what is cheap is recomputed without a budget too
+        return without_ac
     shape, tp = job.shape, job.mesh.tp
     f = shape.width(block)
     if operators.keeps_norms(job):
         attention = shape.query_dim if operators.repeats_attention(job, block) else 0
-        return most - (f + attention) / tp
+        return without_ac - (f + attention) / tp
     # norms and the product of gate and up are recomputed: 12.2 GiB of 38.5 with 3B on an H200. Without sequence
     # parallelism tp ranks hold whole norms, while f is a tp-th
-    return most - (2 * _stream(job) + f / tp)
+    return without_ac - (2 * _stream(job) + f / tp)

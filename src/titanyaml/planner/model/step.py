@@ -167,8 +167,8 @@ def _microbatch(
         streams.run("head and loss", times(job, operators.head(job)))
 
     def regather(layer: int, after: float) -> float:
-        kept = job.reshard == "never" or (job.reshard == "auto" and layer == len(blocks) - 1)
-        if layer < 0 or kept or not regathers:
+        still_there = job.reshard == "never" or (job.reshard == "auto" and layer == len(blocks) - 1)
+        if layer < 0 or still_there or not regathers:
             return 0.0
         return streams.gather(f"block {layer}", job.groups(blocks[layer]), after=after)
 
