@@ -30,10 +30,10 @@ for step in range(1, 31):
 
 @pytest.fixture
 def compare(monkeypatch):
-    found = importlib.util.spec_from_file_location("compare", REPOSITORY / "benchmarks" / "compare.py")
-    module = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location("compare", REPOSITORY / "benchmarks" / "compare.py")
+    module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "compare", module)  # its dataclass looks itself up
-    found.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 

@@ -35,11 +35,11 @@ def test_a_dry_run_adds_to_what_was_there(hosts, script, monkeypatch, tmp_path) 
     rows = script("hosts_rows")
     monkeypatch.setattr(rows, "DEBUG", [*rows.DEBUG, "train.seq_len=16"])
     assert hosts.main(["--debug", "--rows", "cp2-ulysses,tp2-async-auto", "--out", str(out)]) == 0
-    found = json.loads(out.with_suffix(".json").read_text())
-    assert list(found["rows"]) == ["earlier", "cp2-ulysses", "tp2-async-auto"]
-    ours = found["rows"]["cp2-ulysses"]["ours"]
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert list(content["rows"]) == ["earlier", "cp2-ulysses", "tp2-async-auto"]
+    ours = content["rows"]["cp2-ulysses"]["ours"]
     assert ours["tps"] > 0 and len(ours["first_losses"]) == 3 and "by ulysses" in ours["plugins"]["cp"][0]
-    assert found["rows"]["tp2-async-auto"]["left_out"].startswith("works in compiled graphs")
+    assert content["rows"]["tp2-async-auto"]["left_out"].startswith("works in compiled graphs")
     assert "| cp2-ulysses | " in out.with_suffix(".md").read_text()
 
 
@@ -54,7 +54,7 @@ def test_a_rank_by_itself_does_what_it_does_among_others(hosts, tmp_path) -> Non
         assert ours["mesh"]["dp_shard" if "fsdp" in name else "tp"] == 2, ours["mesh"]
     # the weights gathered are not those of two ranks, but as large
     assert losses["fsdp2", True] == pytest.approx(losses["fsdp2", False], rel=0.05)
-    assert all(0 < one < 10 for one in losses.values())
+    assert all(0 < loss < 10 for loss in losses.values())
 
 
 def test_what_the_budget_has_no_room_for_is_left_out(hosts, tmp_path, capsys) -> None:
@@ -84,8 +84,8 @@ def test_parity_is_held_to_its_bounds(script, monkeypatch, tmp_path, losses, nor
         "_train",
         lambda options, folder, limit_s: alone if folder.name.endswith("single") else {"loss": losses, "norm": norms},
     )
-    found = checks.parity(2, tmp_path, dtype="float64", limit_s=9, only=["fsdp2", "cp2-ring"])
-    assert found["ok"] is holds and set(found["meshes"]) == {"fsdp2", "cp2-ring"}
+    content = checks.parity(2, tmp_path, dtype="float64", limit_s=9, only=["fsdp2", "cp2-ring"])
+    assert content["ok"] is holds and set(content["meshes"]) == {"fsdp2", "cp2-ring"}
     monkeypatch.setattr(
         checks,
         "_train",

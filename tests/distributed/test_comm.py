@@ -19,11 +19,11 @@ def talk(rank: int) -> dict:
 
 
 def test_two_ranks_agree() -> None:
-    zero, one = run_ranks(talk, 2)
-    assert zero == one
-    assert zero["broadcast"] == {"from": 0, "nested": [1, None]}
-    assert zero["gather"] == [("rank", 0), ("rank", 1)]
-    assert zero["sums"] == [2.0**53 + 1.0, 0.1 + 0.1, 1.0]
+    on_rank_0, on_rank_1 = run_ranks(talk, 2)
+    assert on_rank_0 == on_rank_1
+    assert on_rank_0["broadcast"] == {"from": 0, "nested": [1, None]}
+    assert on_rank_0["gather"] == [("rank", 0), ("rank", 1)]
+    assert on_rank_0["sums"] == [2.0**53 + 1.0, 0.1 + 0.1, 1.0]
 
 
 def test_one_rank_alone_talks_to_itself() -> None:

@@ -46,22 +46,22 @@ def test_the_graph_lives_until_the_backward_by_weight() -> None:
     blocks = nn.Sequential(Block(), Block())
     with compat.fake_process_group(2):
         stage = PatchedStage(blocks, stage_index=1, num_stages=2, device=torch.device("cpu"))
-    held: weakref.WeakSet[Saved] = weakref.WeakSet()
+    alive: weakref.WeakSet[Saved] = weakref.WeakSet()
 
     def save(tensor: Tensor) -> Saved:
-        held.add(saved := Saved(tensor))
+        alive.add(saved := Saved(tensor))
         return saved
 
-    x, ones = torch.ones(2, 3, dtype=torch.float64, requires_grad=True), torch.ones(2, 3, dtype=torch.float64)
-    expected = torch.autograd.grad(blocks(x), (x, *blocks.parameters()), ones)
+    x, grad_y = torch.ones(2, 3, dtype=torch.float64, requires_grad=True), torch.ones(2, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(blocks(x), (x, *blocks.parameters()), grad_y)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.tensor):
         y = blocks(x)
-    forward = {"stage_output": (y,), "output_grads": (ones,), "input_values": [x]}
+    forward = {"stage_output": (y,), "output_grads": (grad_y,), "input_values": [x]}
     (grad_x,), groups = stage.backward_maybe_with_nosync("input", forward)
-    assert len(held) > 0
+    assert len(alive) > 0
     stage.backward_maybe_with_nosync("weight", {"stage_output": (y,), "param_groups": groups})
-    assert [one.tolist() for one in (grad_x, *(weight.grad for weight in blocks.parameters()))] == [
-        one.tolist() for one in expected
+    assert [gradient.tolist() for gradient in (grad_x, *(weight.grad for weight in blocks.parameters()))] == [
+        gradient.tolist() for gradient in expected
     ]
     del groups
-    assert len(held) == 0, "the graph is still held"
+    assert len(alive) == 0, "the graph is still held"

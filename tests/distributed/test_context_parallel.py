@@ -22,31 +22,31 @@ def test_positions_are_dealt_out_once_and_evenly(size: int) -> None:
         assert all((shard.diff() > 0).all() for shard in shards), "causal within a rank"
     # the same number of pairs (query, earlier key) on each rank
     assert len({int((shard + 1).sum()) for shard in shards}) == 1
-    whole = torch.arange(length)
-    assert torch.equal(context_parallel.rank_order(whole, 0, size), torch.cat(shards))
-    assert torch.equal(context_parallel.natural_order(torch.cat(shards), 0, size), whole)
+    full = torch.arange(length)
+    assert torch.equal(context_parallel.rank_order(full, 0, size), torch.cat(shards))
+    assert torch.equal(context_parallel.natural_order(torch.cat(shards), 0, size), full)
 
 
-def exchange(rank: int, whole: Tensor, grads: list[Tensor]) -> list[Tensor]:
+def exchange(rank: int, full: Tensor, grads: list[Tensor]) -> list[Tensor]:
     group = TensorGroup.of(init_device_mesh("cpu", (2,)))
-    mine = whole.chunk(2, dim=2)[rank].clone().requires_grad_()
-    heads, more = context_parallel.sequence_to_heads((mine, 2 * mine), group)
+    own = full.chunk(2, dim=2)[rank].clone().requires_grad_()
+    heads, more = context_parallel.sequence_to_heads((own, 2 * own), group)
     assert torch.equal(more, 2 * heads)
     heads.backward(grads[rank])
     back = context_parallel.heads_to_sequence(heads.detach(), group)
-    gathered_from = whole[:, :, context_parallel.head_tail_positions(8, rank=rank, size=2, device=CPU)].requires_grad_()
+    gathered_from = full[:, :, context_parallel.head_tail_positions(8, rank=rank, size=2, device=CPU)].requires_grad_()
     gathered = context_parallel.gather_positions(gathered_from, group)
-    gathered.backward(whole * (rank + 1))
-    return [heads.detach(), mine.grad, back, gathered.detach(), gathered_from.grad]
+    gathered.backward(full * (rank + 1))
+    return [heads.detach(), own.grad, back, gathered.detach(), gathered_from.grad]
 
 
 def test_sequence_for_heads_and_back() -> None:
-    whole = torch.randn(2, 6, 8, 4, dtype=torch.float64)
+    full = torch.randn(2, 6, 8, 4, dtype=torch.float64)
     grads = [torch.randn(2, 3, 8, 4, dtype=torch.float64) for _ in range(2)]
-    for rank, (heads, grad, back, gathered, gathered_grad) in enumerate(run_ranks(exchange, 2, whole, grads)):
-        assert torch.equal(heads, whole.chunk(2, dim=1)[rank])
+    for rank, (heads, grad, back, gathered, gathered_grad) in enumerate(run_ranks(exchange, 2, full, grads)):
+        assert torch.equal(heads, full.chunk(2, dim=1)[rank])
         assert torch.equal(grad, torch.cat(grads, dim=1).chunk(2, dim=2)[rank])
-        assert torch.equal(back, whole.chunk(2, dim=2)[rank])
-        assert torch.equal(gathered, whole)
-        mine = context_parallel.head_tail_positions(8, rank=rank, size=2, device=CPU)
-        assert torch.equal(gathered_grad, 3 * whole[:, :, mine]), "summands of both ranks"
+        assert torch.equal(back, full.chunk(2, dim=2)[rank])
+        assert torch.equal(gathered, full)
+        own = context_parallel.head_tail_positions(8, rank=rank, size=2, device=CPU)
+        assert torch.equal(gathered_grad, 3 * full[:, :, own]), "summands of both ranks"

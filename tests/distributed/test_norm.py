@@ -43,9 +43,9 @@ def spread(grads: list[Tensor], mesh: DeviceMesh, *, partial_scale: float = 1.0)
 def norms(rank: int, dtype: torch.dtype) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     grads = spread(full_grads(dtype), mesh, partial_scale=0.5)
-    found = [grad_norm(grads, norm_type=norm_type) for norm_type in (2.0, INF)]
+    computed = [grad_norm(grads, norm_type=norm_type) for norm_type in (2.0, INF)]
     grads[0].to_local().fill_(math.nan if rank == 3 else 1.0)
-    return found + [grad_norm(grads, norm_type=norm_type) for norm_type in (2.0, INF)]
+    return computed + [grad_norm(grads, norm_type=norm_type) for norm_type in (2.0, INF)]
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def norms(rank: int, dtype: torch.dtype) -> list[Tensor]:
 )
 def test_every_mixture_of_shards_has_the_norm_of_one_process(dtype: torch.dtype, tolerance: float) -> None:
     ranks = run_ranks(norms, 4, dtype)
-    for norm_type, found in zip((2.0, INF), zip(*ranks, strict=True), strict=False):
+    for norm_type, computed in zip((2.0, INF), zip(*ranks, strict=True), strict=False):
         expected = one_process_norm(dtype, norm_type)
-        assert len({value.item() for value in found}) == 1, "not the same on every rank"
-        assert found[0].item() == pytest.approx(expected, rel=tolerance)
-        assert found[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert len({value.item() for value in computed}) == 1, "not the same on every rank"
+        assert computed[0].item() == pytest.approx(expected, rel=tolerance)
+        assert computed[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     for two, largest in (rank[2:] for rank in ranks):
         assert not two.isfinite() and not largest.isfinite(), "a NaN of one rank must be seen by all"
 
@@ -75,17 +75,17 @@ def test_clipping_is_that_of_torch(max_norm: float) -> None:
     for parameter, grad in zip(parameters, full_grads(torch.float64), strict=True):
         parameter.grad = grad
     torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    for found in run_ranks(clipped, 4, max_norm):
-        for grad, parameter in zip(found, parameters, strict=True):
+    for computed in run_ranks(clipped, 4, max_norm):
+        for grad, parameter in zip(computed, parameters, strict=True):
             torch.testing.assert_close(grad, parameter.grad, rtol=1e-14, atol=0)
 
 
 def test_parameters_stand_for_their_gradients_and_tied_ones_count_once() -> None:
-    tied, other, unused = (nn.Parameter(torch.zeros(2)) for _ in range(3))
-    tied.grad, other.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
-    assert grad_norm([tied, other, tied, unused]).item() == 5.0
-    assert grad_norm([tied.grad, other.grad]).item() == 5.0
-    assert grad_norm([tied, other], grads={tied: torch.full((4,), 6.0)}).item() == 12.0
+    tied, peer, unused = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    tied.grad, peer.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    assert grad_norm([tied, peer, tied, unused]).item() == 5.0
+    assert grad_norm([tied.grad, peer.grad]).item() == 5.0
+    assert grad_norm([tied, peer], grads={tied: torch.full((4,), 6.0)}).item() == 12.0
 
 
 def test_no_gradient_has_norm_zero_and_clipping_leaves_it() -> None:

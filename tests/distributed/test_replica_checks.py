@@ -17,9 +17,9 @@ def test_a_checksum_sees_every_bit_and_the_order(dtype: torch.dtype) -> None:
     tensor = torch.arange(1, 101).to(dtype).view(10, 10)
     sums = {checksum(tensor), checksum(tensor.t()), checksum(tensor.flip(0)), checksum(tensor * 2)}
     for at in ((0, 0), (9, 9), (3, 4)):
-        other = tensor.clone()
-        other[at] = other[at] + 1
-        sums.add(checksum(other))
+        changed = tensor.clone()
+        changed[at] = changed[at] + 1
+        sums.add(checksum(changed))
     assert len(sums) == 7
     assert checksum(tensor) == checksum(tensor.clone())
     assert checksum(tensor[:0]) == 0
@@ -27,9 +27,9 @@ def test_a_checksum_sees_every_bit_and_the_order(dtype: torch.dtype) -> None:
 
 def test_a_checksum_in_chunks_is_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000)
-    whole = checksum(tensor)
+    expected = checksum(tensor)
     monkeypatch.setattr(replica_checks, "_CHUNK", 7)
-    assert checksum(tensor) == whole
+    assert checksum(tensor) == expected
 
 
 def compare(rank: int, broken: str) -> str:

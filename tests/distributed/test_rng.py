@@ -39,7 +39,7 @@ def test_names_do_not_run_into_each_other() -> None:
 
 def test_generators_repeat_by_name_and_leave_the_global_one_alone() -> None:
     before = torch.get_rng_state()
-    one, again, other = (torch.randn(8, generator=generator(3, name)) for name in ("x", "x", "y"))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
+    first, repeated, second = (torch.randn(8, generator=generator(3, name)) for name in ("x", "x", "y"))
+    assert torch.equal(first, repeated)
+    assert not torch.equal(first, second)
     assert torch.equal(before, torch.get_rng_state())

@@ -28,12 +28,12 @@ def apply(rank: int, name: str, inputs: list[Tensor], grads: list[Tensor]) -> tu
 
 
 def run(name: str, inputs: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    outs, found = zip(*run_ranks(apply, RANKS, name, inputs, grads), strict=True)
-    return list(outs), list(found)
+    outs, results = zip(*run_ranks(apply, RANKS, name, inputs, grads), strict=True)
+    return list(outs), list(results)
 
 
-def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    return all(torch.allclose(a, b, rtol=1e-14, atol=1e-14) for a, b in zip(found, wanted, strict=True))
+def same(results: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-14, atol=1e-14) for a, b in zip(results, wanted, strict=True))
 
 
 def test_gathered_parts_get_the_sum_of_their_gradients() -> None:
@@ -73,6 +73,6 @@ def test_gradients_are_summed_in_the_given_dtype() -> None:
 
 def test_rows_of_one_rank_and_of_none() -> None:
     ids = torch.tensor([0, 3, 4, 7, 8, 11, 12, -1])
-    rows, mine = local_rows(ids, rows=4, rank=1, size=3)
+    rows, is_own = local_rows(ids, rows=4, rank=1, size=3)
     assert rows.tolist() == [0, 0, 0, 3, 0, 0, 4, 4], "an id of no rank gets a row that does not exist"
-    assert mine.tolist() == [False, False, True, True, False, False, False, False]
+    assert is_own.tolist() == [False, False, True, True, False, False, False, False]

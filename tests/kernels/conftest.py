@@ -18,11 +18,11 @@ def device(monkeypatch) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     # the interpreter cuts bits off where hardware rounds to nearest even
-    theirs = interpreter._convert_float
+    original = interpreter._convert_float
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if str(source) != "fp32" or str(target) not in NARROW:
-            return theirs(data, source, target, rounding)
+            return original(data, source, target, rounding)
         narrow = torch.from_numpy(data.view("float32").copy()).to(NARROW[str(target)])
         bits = torch.uint16 if narrow.itemsize == 2 else torch.uint8
         return narrow.view(bits).numpy()

@@ -34,15 +34,15 @@ def test_equals_its_reference(device, gradient: torch.dtype, stored: torch.dtype
     generator = torch.Generator().manual_seed(0)
     draw = lambda: torch.randn(7, 45, generator=generator).to(device)  # noqa: E731
     ours = [draw(), torch.zeros(7, 45, device=device), torch.zeros(7, 45, device=device)]  # master and moments
-    theirs = [t.clone() for t in ours]
+    expected = [t.clone() for t in ours]
     weights = [None if stored is None else torch.empty(7, 45, dtype=stored, device=device) for _ in range(2)]
     for step, lr in enumerate(LRS, 1):
         grad, clip = draw().to(gradient), torch.tensor(0.3, device=device)
         factors = Factors.at(step, lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
         adamw_(weights[0], ours[0], grad, *ours[1:], clip, factors)
-        reference_(weights[1], theirs[0], grad, *theirs[1:], clip, factors)
-        for mine, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+        reference_(weights[1], expected[0], grad, *expected[1:], clip, factors)
+        for our_tensor, their_tensor in zip(ours, expected, strict=True):
+            torch.testing.assert_close(our_tensor, their_tensor, rtol=1e-5, atol=1e-6)
     if stored is not None:
         assert torch.equal(weights[0], ours[0].to(stored)), "the stored weight is the master, rounded to nearest"
 
@@ -52,19 +52,19 @@ def test_a_split_master_is_the_float32_one(device, update) -> None:
     """Bit for bit over several updates, a number that overflows to infinity and one that becomes NaN included."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda: torch.randn(7, 45, generator=generator).to(device)  # noqa: E731
-    whole, moments = draw(), [torch.zeros(7, 45, device=device) for _ in range(4)]
-    whole[0, :4] = torch.tensor([3.4e38, float("nan"), -0.0, 1e-40])
-    weight, stored = (torch.empty_like(whole, dtype=torch.bfloat16) for _ in range(2))
-    remainder = split_master(whole, weight)
+    float32_master, moments = draw(), [torch.zeros(7, 45, device=device) for _ in range(4)]
+    float32_master[0, :4] = torch.tensor([3.4e38, float("nan"), -0.0, 1e-40])
+    weight, stored = (torch.empty_like(float32_master, dtype=torch.bfloat16) for _ in range(2))
+    remainder = split_master(float32_master, weight)
     for step, lr in enumerate(LRS, 1):
         grad, clip = draw().bfloat16(), torch.tensor(0.3, device=device)
         factors = Factors.at(step, lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
         update(weight, remainder, grad, *moments[:2], clip, factors)
-        update(stored, whole, grad, *moments[2:], clip, factors)
+        update(stored, float32_master, grad, *moments[2:], clip, factors)
         joined = join(weight, remainder)
-        assert torch.equal(joined.nan_to_num(7.0).view(torch.int32), whole.nan_to_num(7.0).view(torch.int32))
+        assert torch.equal(joined.nan_to_num(7.0).view(torch.int32), float32_master.nan_to_num(7.0).view(torch.int32))
         assert all(torch.equal(*pair) for pair in zip(moments[:2], moments[2:], strict=True))
-        ties = whole.view(torch.int32) & 0xFFFF == 0x8000
+        ties = float32_master.view(torch.int32) & 0xFFFF == 0x8000
         assert torch.equal(weight[~ties].nan_to_num(7.0), stored[~ties].nan_to_num(7.0))
         assert weight[0, 1].isnan() and joined[0, 1].isnan(), "a NaN is hidden"
 
@@ -116,22 +116,22 @@ def trained(
 )
 def test_trains_as_torch_does(device, dtype: torch.dtype, microbatches: int) -> None:
     """A bfloat16 gradient that is read directly, or summed in float32 first, with the clipping folded in."""
-    ours, mine = trained(device, dtype, fused=True, microbatches=microbatches)
-    theirs, other = trained(device, dtype, fused=False, microbatches=microbatches)
+    ours, our_model = trained(device, dtype, fused=True, microbatches=microbatches)
+    expected, _ = trained(device, dtype, fused=False, microbatches=microbatches)
     for name in ours.names:
-        torch.testing.assert_close(ours.master(name), theirs.master(name), rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(ours.master(name), expected.master(name), rtol=2e-5, atol=2e-6)
         for key, state in ours.state_tensors()[name].items():
-            torch.testing.assert_close(state.cpu(), theirs.state_tensors()[name][key].cpu(), rtol=1e-4, atol=1e-6)
-        assert torch.equal(mine.get_parameter(name), ours.master(name).to(dtype))
+            torch.testing.assert_close(state.cpu(), expected.state_tensors()[name][key].cpu(), rtol=1e-4, atol=1e-6)
+        assert torch.equal(our_model.get_parameter(name), ours.master(name).to(dtype))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_split_masters_train_alike(device, microbatches: int) -> None:
     """Gradients come from the stored weights: equal as long as no master is a tie."""
-    whole, _ = trained(device, torch.bfloat16, fused=True, microbatches=microbatches)
+    optimizer, _ = trained(device, torch.bfloat16, fused=True, microbatches=microbatches)
     split, _ = trained(device, torch.bfloat16, fused=True, microbatches=microbatches, split=True)
     assert split.describe().startswith("fused, split masters")
-    for name, master in whole.weights().items():
+    for name, master in optimizer.weights().items():
         assert torch.equal(split.master(name), master.cpu()), name
 
 

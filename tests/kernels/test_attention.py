@@ -21,17 +21,17 @@ def draw(kernel: str, heads: int, kv_heads: int, queries: int, keys: int) -> lis
     return [torch.randn(2, *shape, size).to(**options) for shape in shapes]
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor) -> list[Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> list[Tensor]:
     """Output and gradients of the public function, in float64."""
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out = F.scaled_dot_product_attention(*leaves, attn_mask=seen, enable_gqa=True)
+    out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
     out.backward(grad.double())
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def close(kernel: str, found: list[Tensor], wanted: list[Tensor]) -> bool:
+def close(kernel: str, grads_found: list[Tensor], wanted: list[Tensor]) -> bool:
     bound = 1e-13 if kernel == "plain" else 1e-2
-    return all((f.double() - w).norm() <= bound * w.norm() for f, w in zip(found, wanted, strict=True))
+    return all((f.double() - w).norm() <= bound * w.norm() for f, w in zip(grads_found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -41,8 +41,8 @@ def test_a_causal_part_is_causal_attention(kernel: str, heads: int, kv_heads: in
     out, lse = partial_attention(q, k, v, causal=True, kernel=kernel)
     assert out.dtype == q.dtype and lse.shape == q.shape[:3] and lse.dtype in (torch.float32, torch.float64)
     grads = partial_attention_backward(grad, q, k, v, out, lse, causal=True, kernel=kernel)
-    seen = torch.ones(32, 32, dtype=torch.bool, device=q.device).tril()
-    assert close(kernel, [out, *grads], reference(q, k, v, grad, seen))
+    mask = torch.ones(32, 32, dtype=torch.bool, device=q.device).tril()
+    assert close(kernel, [out, *grads], reference(q, k, v, grad, mask))
     assert [g.dtype for g in grads] == [t.dtype for t in (q, k, v)]
 
 
@@ -56,9 +56,13 @@ def test_two_parts_merge_to_the_whole(kernel: str, heads: int, kv_heads: int) ->
     merge_(out, lse, *partial_attention(q, *early, causal=False, kernel=kernel), fused=kernel != "plain")
     first = partial_attention_backward(grad, q, *early, out, lse, causal=False, kernel=kernel)
     second = partial_attention_backward(grad, q, *late, out, lse, causal=True, kernel=kernel)
-    found = [out, first[0] + second[0], *(torch.cat(pair, dim=2) for pair in zip(first[1:], second[1:], strict=True))]
-    seen = torch.ones(32, 64, dtype=torch.bool, device=q.device).tril(32)
-    assert close(kernel, found, reference(q, k, v, grad, seen))
+    grads_found = [
+        out,
+        first[0] + second[0],
+        *(torch.cat(pair, dim=2) for pair in zip(first[1:], second[1:], strict=True)),
+    ]
+    mask = torch.ones(32, 64, dtype=torch.bool, device=q.device).tril(32)
+    assert close(kernel, grads_found, reference(q, k, v, grad, mask))
 
 
 def test_the_plain_path_is_for_what_the_fused_kernels_do_not_take() -> None:

@@ -26,12 +26,12 @@ def test_equals_its_reference(monkeypatch, device, dtype: torch.dtype, vocab: in
     """In blocks that do and do not divide the vocabulary, with sharp and flat distributions."""
     monkeypatch.setattr(cross_entropy, "BLOCK", 64)
     ours, labels = inputs(device, dtype, vocab=vocab, scale=scale)
-    theirs, read_only = ours.clone(), ours.clone()
+    expected_logits, read_only = ours.clone(), ours.clone()
     losses = cross_entropy_(ours, labels, ignore_index=IGNORE, gradient=True)
-    wanted = reference_(theirs, labels, ignore_index=IGNORE, gradient=True)
-    torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=1e-5)
+    expected = reference_(expected_logits, labels, ignore_index=IGNORE, gradient=True)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-5)
     # an exponential that differs in its last bit may round to the next bfloat16
-    torch.testing.assert_close(ours, theirs, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, expected_logits, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
     assert losses[2] == 0 and not ours[2].any()
     before = read_only.clone()
     assert torch.equal(cross_entropy_(read_only, labels, ignore_index=IGNORE, gradient=False), losses)
@@ -41,10 +41,10 @@ def test_equals_its_reference(monkeypatch, device, dtype: torch.dtype, vocab: in
 def test_gradient_is_that_of_autograd_in_float64(device) -> None:
     logits, labels = inputs(device, torch.float32, vocab=53, scale=3.0)
     wide = logits.double().requires_grad_()
-    wanted = F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORE)
-    wanted.sum().backward()
+    expected = F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORE)
+    expected.sum().backward()
     losses = cross_entropy_(logits, labels, ignore_index=IGNORE, gradient=True)
-    torch.testing.assert_close(losses.double(), wanted.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(logits.double(), wide.grad, rtol=1e-5, atol=3e-7)
 
 
@@ -83,15 +83,15 @@ def test_loss_and_gradients_against_float64(device, chunk_tokens: int) -> None:
         (loss * 0.5).backward()
         wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
         logits = wide[0] @ wide[1].t()
-        wanted = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE)
-        (wanted * 0.5).backward()
+        expected = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORE)
+        (expected * 0.5).backward()
         valid = int((labels != IGNORE).sum())
         bound = loss_bound or 2**-8 * float(logits.detach().abs().amax()) * valid
-        error = abs(loss.item() - wanted.item())
+        error = abs(loss.item() - expected.item())
         assert loss.dtype == torch.float32 and error < bound
-        assert error < 1e-3 * wanted.item()  # roundings of either sign cancel
-        for ours, theirs in zip((hidden, weight), wide, strict=True):
-            assert (ours.grad.double() - theirs.grad).norm() < grad_bound * theirs.grad.norm()
+        assert error < 1e-3 * expected.item()  # roundings of either sign cancel
+        for ours, exact in zip((hidden, weight), wide, strict=True):
+            assert (ours.grad.double() - exact.grad).norm() < grad_bound * exact.grad.norm()
 
 
 def test_evaluation_and_one_sided_gradients(device) -> None:
@@ -99,9 +99,9 @@ def test_evaluation_and_one_sided_gradients(device) -> None:
     fused, plain = CrossEntropy(16, IGNORE, fused=True), CrossEntropy(16, IGNORE)
     with torch.no_grad():
         torch.testing.assert_close(fused(hidden, weight, labels), plain(hidden, weight, labels))
-    for one, other in ((hidden, weight.detach()), (weight, hidden.detach())):
-        arguments = (one, other) if one is hidden else (other, one)
-        grads = [torch.autograd.grad(loss(*arguments, labels), one)[0] for loss in (fused, plain)]
+    for operand, constant in ((hidden, weight.detach()), (weight, hidden.detach())):
+        arguments = (operand, constant) if operand is hidden else (constant, operand)
+        grads = [torch.autograd.grad(loss(*arguments, labels), operand)[0] for loss in (fused, plain)]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 

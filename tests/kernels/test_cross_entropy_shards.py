@@ -47,14 +47,14 @@ def test_shards_equal_the_reference_of_the_whole(monkeypatch, device, ends, dtyp
     monkeypatch.setattr(cross_entropy, "BLOCK", 64)
     ours, labels = inputs(device, dtype, vocab=VOCAB, scale=scale)
     labels[5:8] = torch.tensor([ends[0] - 1, ends[0], ends[-2]])  # on both sides of a cut
-    theirs, before = ours.clone(), ours.clone()
+    reference, before = ours.clone(), ours.clone()
     losses = over_shards(ours, labels, ends, gradient=False)
-    assert torch.equal(ours, before) and all(torch.equal(one, losses[0]) for one in losses)
-    assert all(torch.equal(one, losses[0]) for one in over_shards(ours, labels, ends, gradient=True))
-    wanted = reference_(theirs, labels, ignore_index=IGNORE, gradient=True)
-    torch.testing.assert_close(losses[0], wanted, rtol=1e-6, atol=1e-5)
+    assert torch.equal(ours, before) and all(torch.equal(rank_losses, losses[0]) for rank_losses in losses)
+    assert all(torch.equal(rank_losses, losses[0]) for rank_losses in over_shards(ours, labels, ends, gradient=True))
+    expected = reference_(reference, labels, ignore_index=IGNORE, gradient=True)
+    torch.testing.assert_close(losses[0], expected, rtol=1e-6, atol=1e-5)
     # an exponential that differs in its last bit may round to the next bfloat16
-    torch.testing.assert_close(ours, theirs, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, reference, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
     assert losses[0][2] == 0 and not ours[2].any()
 
 
@@ -62,8 +62,8 @@ def test_shards_equal_the_reference_of_the_whole(monkeypatch, device, ends, dtyp
 def test_loss_and_gradient_are_those_of_autograd_in_float64(device, ends) -> None:
     logits, labels = inputs(device, torch.float32, vocab=VOCAB, scale=3.0)
     wide = logits.double().requires_grad_()
-    wanted = F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORE)
-    wanted.sum().backward()
+    expected = F.cross_entropy(wide, labels, reduction="none", ignore_index=IGNORE)
+    expected.sum().backward()
     for part, label in zip(
         shard_log_sum_exps(logits[:, :77], labels, first=0),
         log_sum_exp_and_label_logit(wide.detach()[:, :77], labels),
@@ -71,7 +71,7 @@ def test_loss_and_gradient_are_those_of_autograd_in_float64(device, ends) -> Non
     ):
         torch.testing.assert_close(part.double(), label, rtol=1e-6, atol=1e-6)
     losses = over_shards(logits, labels, ends, gradient=True)
-    torch.testing.assert_close(losses[0].double(), wanted.detach(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(losses[0].double(), expected.detach(), rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(logits.double(), wide.grad, rtol=1e-5, atol=3e-7)
 
 
@@ -116,11 +116,11 @@ def test_loss_and_gradients_on_ranks_against_float64(ranks: int, dtype: torch.dt
     pytest.importorskip("triton", reason="triton cannot be imported")
     wide = [tensor.detach().double().requires_grad_() for tensor in head(dtype)[:2]]
     labels = head(dtype)[2]
-    wanted = F.cross_entropy((wide[0] @ wide[1].t()).flatten(0, 1), labels.flatten(), reduction="sum")
-    (wanted * 0.37).backward()
+    expected = F.cross_entropy((wide[0] @ wide[1].t()).flatten(0, 1), labels.flatten(), reduction="sum")
+    (expected * 0.37).backward()
     losses, hidden_grads, weight_grads = zip(*run_ranks(on_ranks, ranks, dtype, chunk_tokens), strict=True)
     assert losses[0].dtype == torch.float32 and all(torch.equal(loss, losses[0]) for loss in losses)
     loss_bound, grad_bound = (1e-6, 1e-5) if dtype == torch.float32 else (1e-3, 1.5e-2)
-    assert losses[0].item() == pytest.approx(wanted.item(), rel=loss_bound)
-    for ours, theirs in ((sum(g.double() for g in hidden_grads), wide[0].grad), (weight_grads[0], wide[1].grad)):
-        assert (ours - theirs).norm() < grad_bound * theirs.norm()
+    assert losses[0].item() == pytest.approx(expected.item(), rel=loss_bound)
+    for ours, reference in ((sum(g.double() for g in hidden_grads), wide[0].grad), (weight_grads[0], wide[1].grad)):
+        assert (ours - reference).norm() < grad_bound * reference.norm()

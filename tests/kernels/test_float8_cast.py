@@ -41,15 +41,15 @@ def bits(tensor: Tensor) -> Tensor:
 def test_equals_its_reference_to_the_bit(device, dtype: torch.dtype, rowwise: bool, power_of_2: bool) -> None:
     for x in (matrix(device), matrix(device, 64, 32)):
         options = {"dtype": dtype, "power_of_2": power_of_2}
-        ours, theirs = (both(x, rowwise=rowwise, fused=fused, **options) for fused in (True, False))
-        found = compute_amax(x, rowwise=rowwise, fused=True)
-        straight, turned = (
-            float8_cast(x, found, fused=True, **{**options, without: False}) for without in ("transposed", "row_major")
+        ours, reference = (both(x, rowwise=rowwise, fused=fused, **options) for fused in (True, False))
+        maxima = compute_amax(x, rowwise=rowwise, fused=True)
+        row_major, transposed = (
+            float8_cast(x, maxima, fused=True, **{**options, without: False}) for without in ("transposed", "row_major")
         )
-        assert straight[2:] == turned[:2] == (None, None)
-        for mine, wanted in zip((*ours, *straight[:2], *turned[2:]), theirs + theirs, strict=True):
-            assert mine.shape == wanted.shape and mine.dtype == wanted.dtype and mine.is_contiguous()
-            assert torch.equal(bits(mine), bits(wanted))
+        assert row_major[2:] == transposed[:2] == (None, None)
+        for our_copy, expected in zip((*ours, *row_major[:2], *transposed[2:]), reference + reference, strict=True):
+            assert our_copy.shape == expected.shape and our_copy.dtype == expected.dtype and our_copy.is_contiguous()
+            assert torch.equal(bits(our_copy), bits(expected))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -58,13 +58,13 @@ def test_the_numbers_come_back(device, rowwise: bool, fused: bool) -> None:
     """Within half a unit of the last of e4m3's 4 significant bits, or half its smallest number."""
     x = matrix(device)
     cast = both(x, rowwise=rowwise, dtype=E4M3, power_of_2=False, fused=fused)
-    for data, inverse, wanted in (cast[:2] + (x,), cast[2:] + (x.t(),)):
+    for data, inverse, source in (cast[:2] + (x,), cast[2:] + (x.t(),)):
         back = data.double() * inverse.double()
-        error = (back - wanted.double()).abs()
-        assert (error <= 2**-4 * 1.0001 * wanted.double().abs() + 2**-10 * inverse.double()).all()
+        error = (back - source.double()).abs()
+        assert (error <= 2**-4 * 1.0001 * source.double().abs() + 2**-10 * inverse.double()).all()
         if rowwise:
             used = data.float().abs().amax(1)
-            assert used[wanted.abs().amax(1) > 1e-12].eq(448).all(), "every row uses the whole range"
+            assert used[source.abs().amax(1) > 1e-12].eq(448).all(), "every row uses the whole range"
     if not rowwise:
         assert torch.equal(bits(cast.data_MK.t()), bits(cast.data_KM)) and torch.equal(cast.inverse_M1, cast.inverse_K1)
 
@@ -79,14 +79,14 @@ def test_what_is_not_finite_spoils_its_row_and_column(device, power_of_2: bool) 
             cast = both(x, rowwise=True, dtype=E4M3, power_of_2=power_of_2, fused=fused)
             assert cast.data_MK[40].float().isnan().any() or not cast.inverse_M1[40].isfinite()
             assert cast.data_MK[41].float().isfinite().all()
-            whole = both(x, rowwise=False, dtype=E4M3, power_of_2=power_of_2, fused=fused)
-            assert not (whole.data_MK.float() * whole.inverse_M1)[40, 20].isfinite()
+            tensorwise = both(x, rowwise=False, dtype=E4M3, power_of_2=power_of_2, fused=fused)
+            assert not (tensorwise.data_MK.float() * tensorwise.inverse_M1)[40, 20].isfinite()
 
 
 def test_operator_contract(device) -> None:
     x, checks = matrix(device), {"test_utils": ("test_schema", "test_faketensor")}
     torch.library.opcheck(torch.ops.titanyaml.float8_amax.default, (x,), **checks)
     for rowwise in (True, False):
-        found = compute_amax(x, rowwise=rowwise, fused=False)
+        maxima = compute_amax(x, rowwise=rowwise, fused=False)
         for copies in ((True, True), (True, False), (False, True)):
-            torch.library.opcheck(torch.ops.titanyaml.float8_cast.default, (x, found, E4M3, False, *copies), **checks)
+            torch.library.opcheck(torch.ops.titanyaml.float8_cast.default, (x, maxima, E4M3, False, *copies), **checks)

@@ -50,8 +50,8 @@ def run(function: object, x: Tensor, w: Tensor, grad: Tensor, options: Float8Opt
     return [t.flatten(0, -2) for t in (y.detach(), *torch.autograd.grad(y, (x, w), grad))]
 
 
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+def distance(ours: Tensor, expected: Tensor) -> float:
+    return float((ours.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("grad_dtype", [E4M3, E5M2], ids=str)
@@ -64,14 +64,15 @@ def test_products_are_those_of_the_float8_numbers(recipe: str, fast_accum: bool,
     """
     x, w, grad = inputs()
     options = Float8Options(recipe, fast_accum=fast_accum, grad_dtype=grad_dtype, fused=True)
-    found, wanted = run(float8_linear, x, w, grad, options), reference(recipe, x, w, grad, grad_dtype)
+    results, expected = run(float8_linear, x, w, grad, options), reference(recipe, x, w, grad, grad_dtype)
     sums = {"y": True, "grad_x": fast_accum, "grad_w": fast_accum and recipe != "rowwise_with_gw_hp"}
-    for (what, short), ours, theirs in zip(sums.items(), found, wanted, strict=True):
-        assert distance(ours, theirs) < (4e-3 if short else 2e-3), what
+    for (name, short), ours, reference_tensor in zip(sums.items(), results, expected, strict=True):
+        assert distance(ours, reference_tensor) < (4e-3 if short else 2e-3), name
     x_MK, g_MN = x.detach().double().flatten(0, -2), grad.double().flatten(0, -2)
     exact = [x_MK @ w.detach().double().t(), g_MN @ w.detach().double(), g_MN.t() @ x_MK]
-    for ours, theirs in zip(found, exact, strict=True):  # two operands of 4 or 3 significant bits: 3.7 % and 5.8 %
-        assert distance(ours, theirs) < (0.05 if grad_dtype == E4M3 else 0.075)
+    # two operands of 4 or 3 significant bits: 3.7 % and 5.8 %
+    for ours, reference_tensor in zip(results, exact, strict=True):
+        assert distance(ours, reference_tensor) < (0.05 if grad_dtype == E4M3 else 0.075)
 
 
 def layers(x: Tensor, w: Tensor, options: Float8Options) -> Tensor:
@@ -100,8 +101,8 @@ def test_compiled_is_what_eager_computes(recipe: str, recast: bool) -> None:
     eager, plain = run(layers, x, w, grad, options), run(layers, x, w, grad, Float8Options(recipe, False, fused=False))
     true = run(lambda x, w, _: exact(x, w), x, w, grad.double(), options)
     for _ in range(2):  # the second call reuses buffers
-        for ours, theirs, wanted in zip(run(compiled, x, w, grad, options), eager, true, strict=True):
-            assert distance(ours, wanted) < 1.1 * distance(theirs, wanted)
-            assert distance(ours, theirs) < 0.02 or not options.weight_gradient_in_float8
-    for ours, theirs in zip(eager, plain, strict=True):
-        assert torch.equal(ours, theirs), "the Triton casts are those of plain PyTorch to the bit"
+        for ours, reference_tensor, expected in zip(run(compiled, x, w, grad, options), eager, true, strict=True):
+            assert distance(ours, expected) < 1.1 * distance(reference_tensor, expected)
+            assert distance(ours, reference_tensor) < 0.02 or not options.weight_gradient_in_float8
+    for ours, reference_tensor in zip(eager, plain, strict=True):
+        assert torch.equal(ours, reference_tensor), "the Triton casts are those of plain PyTorch to the bit"

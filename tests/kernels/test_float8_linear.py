@@ -29,8 +29,8 @@ def run(x: Tensor, w: Tensor, grad: Tensor, **options: object) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, (x, w), grad)]
 
 
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+def distance(ours: Tensor, expected: Tensor) -> float:
+    return float((ours.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("grad_dtype", [E4M3, E5M2], ids=str)
@@ -44,10 +44,10 @@ def test_against_float64(recipe: str, grad_dtype: torch.dtype) -> None:
     y, grad_x, grad_w = run(x, w, grad, recipe=recipe, grad_dtype=grad_dtype)
     assert y.shape == (2, 32, 64) and y.dtype == grad_x.dtype == grad_w.dtype == torch.bfloat16
     wide = [t.detach().double().requires_grad_() for t in (x, w)]
-    wanted = wide[0] @ wide[1].t()
-    wanted_grads = torch.autograd.grad(wanted, wide, grad.double())
+    expected = wide[0] @ wide[1].t()
+    wanted_grads = torch.autograd.grad(expected, wide, grad.double())
     back = 0.037 if grad_dtype == E4M3 else 0.058
-    assert distance(y, wanted.detach()) == pytest.approx(0.037, rel=0.2)
+    assert distance(y, expected.detach()) == pytest.approx(0.037, rel=0.2)
     assert distance(grad_x, wanted_grads[0]) == pytest.approx(back, rel=0.2)
     if recipe == "rowwise_with_gw_hp":
         assert distance(grad_w, wanted_grads[1]) < 0.003, "a bfloat16 product"
@@ -73,27 +73,29 @@ def test_is_what_torchao_computes(recipe: str) -> None:
     layer = nn.Sequential(nn.Linear(48, 64, bias=False))
     layer[0].weight = nn.Parameter(w.detach())
     layer = convert_to_float8_training(layer, config=config)
-    theirs = layer(x)
-    wanted = [theirs.detach(), *torch.autograd.grad(theirs, (x, layer[0].weight), grad)]
+    torchao_y = layer(x)
+    expected = [torchao_y.detach(), *torch.autograd.grad(torchao_y, (x, layer[0].weight), grad)]
     ours = run(x, w, grad, recipe=recipe, grad_dtype=E5M2 if recipe == "tensorwise" else E4M3)
-    for mine, other in zip(ours, wanted, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6 * float(other.abs().max()))
+    for our_tensor, their_tensor in zip(ours, expected, strict=True):
+        torch.testing.assert_close(our_tensor, their_tensor, rtol=1e-5, atol=1e-6 * float(their_tensor.abs().max()))
 
 
 def test_only_the_gradients_that_are_needed() -> None:
     x, w, grad = inputs()
-    for one, other, place in ((x, w, 0), (w, x, 1)):
-        pair = (x, other.detach()) if place == 0 else (other.detach(), w)
+    for operand, constant, index in ((x, w, 0), (w, x, 1)):
+        pair = (x, constant.detach()) if index == 0 else (constant.detach(), w)
         y = float8_linear(*pair, Float8Options("rowwise", fast_accum=False))
-        assert torch.equal(torch.autograd.grad(y, one, grad)[0], run(x, w, grad, recipe="rowwise")[1 + place])
+        assert torch.equal(torch.autograd.grad(y, operand, grad)[0], run(x, w, grad, recipe="rowwise")[1 + index])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_weight_that_is_cast_again_gives_the_same_bits(device, recipe: str) -> None:
     x, w, grad = inputs(device)
     for fused in (False, True):
-        kept, again = (run(x, w, grad, recipe=recipe, fused=fused, recast_weight=recast) for recast in (False, True))
-        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+        kept_weight, cast_again = (
+            run(x, w, grad, recipe=recipe, fused=fused, recast_weight=recast) for recast in (False, True)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(kept_weight, cast_again, strict=True))
 
 
 def two_layers(x: Tensor, w: Tensor, options: Float8Options) -> Tensor:
@@ -114,7 +116,7 @@ def test_compiles_without_a_graph_break(device, fused: bool, recipe: str) -> Non
         [y.detach(), *torch.autograd.grad(y, (x, w), grad)]
         for y in (apart, two_layers(x, w, options), compiled(x, w, options))
     ]
-    assert all(torch.equal(a, b) for other in got[1:] for a, b in zip(other, got[0], strict=True))
+    assert all(torch.equal(a, b) for tensors in got[1:] for a, b in zip(tensors, got[0], strict=True))
 
 
 def test_a_weight_that_comes_in_float8(device) -> None:
@@ -122,19 +124,19 @@ def test_a_weight_that_comes_in_float8(device) -> None:
     x, w, grad = inputs(device)
     w, grad = w.detach()[:32].contiguous().requires_grad_(), grad[..., :32].contiguous()
     options = Float8Options("tensorwise", fast_accum=False, fused=True)
-    wanted = run(x, w, grad, recipe="tensorwise", fused=True)
+    expected = run(x, w, grad, recipe="tensorwise", fused=True)
     data, inverse = options.cast(w.detach(), options.compute_amax(w.detach()), transposed=False)[:2]
     gathered = nn.Parameter(GatheredWeight(data, inverse, torch.bfloat16))
     torch._dynamo.reset()
-    kept: list[tuple[int, ...]] = []
+    saved: list[tuple[int, ...]] = []
     compiled = torch.compile(float8_linear, fullgraph=True, backend="aot_eager_decomp_partition")
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((t.dtype, *t.shape)) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, *t.shape)) or t, lambda t: t):
         y = compiled(x, gathered, options)
-    assert (E4M3, 32, 48) in kept and (E4M3, 48, 32) not in kept
-    found = [[y.detach(), *torch.autograd.grad(y, (x, gathered), grad)]]
+    assert (E4M3, 32, 48) in saved and (E4M3, 48, 32) not in saved
+    results = [[y.detach(), *torch.autograd.grad(y, (x, gathered), grad)]]
     y = float8_linear(x, gathered, options)
-    found.append([y.detach(), *torch.autograd.grad(y, (x, gathered), grad)])
-    for got in found:
-        assert all(type(a) is Tensor and torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    results.append([y.detach(), *torch.autograd.grad(y, (x, gathered), grad)])
+    for got in results:
+        assert all(type(a) is Tensor and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     with pytest.raises(NotImplementedError, match="only float8_linear reads it"):
         gathered + 1

@@ -23,9 +23,9 @@ def small_tiles(monkeypatch) -> None:
 def weights(device: torch.device) -> list[Tensor]:
     """Two halves of one weight, whose largest number is in the second, and of another; several tiles, none full."""
     draw = torch.Generator().manual_seed(0)
-    wholes = [torch.randn(8, 48, generator=draw) * 0.02, torch.randn(40, 32, generator=draw)]
-    wholes[0][6, 5], wholes[1][30, 3] = 1.2345, -17.77
-    return [half.contiguous().to(device) for whole in wholes for half in whole.chunk(2)]
+    fulls = [torch.randn(8, 48, generator=draw) * 0.02, torch.randn(40, 32, generator=draw)]
+    fulls[0][6, 5], fulls[1][30, 3] = 1.2345, -17.77
+    return [half.contiguous().to(device) for full in fulls for half in full.chunk(2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -34,17 +34,17 @@ def test_halves_are_cast_as_the_whole(device, dtype: torch.dtype) -> None:
     halves = weights(device)
     for fused in (True, False):
         first, second = (Float8Shards(halves[part::2], dtype=dtype, fused=fused) for part in (0, 1))
-        whole = torch.maximum(first.amax(), second.amax())
+        full = torch.maximum(first.amax(), second.amax())
         for shards in (first, second):
-            shards.cast(whole)
+            shards.cast(full)
         for i in range(2):
             w = torch.cat(halves[2 * i : 2 * i + 2]).to(dtype)
-            wanted = float8_cast(
+            expected = float8_cast(
                 w, compute_amax(w, rowwise=False, fused=False), dtype=E4M3, power_of_2=False, fused=False
             )
             got = torch.cat([shards.data[i].view(torch.uint8) for shards in (first, second)])
-            assert torch.equal(got, wanted.data_MK.view(torch.uint8))
-            assert all(torch.equal(shards.inverses[i], wanted.inverse_M1) for shards in (first, second))
+            assert torch.equal(got, expected.data_MK.view(torch.uint8))
+            assert all(torch.equal(shards.inverses[i], expected.inverse_M1) for shards in (first, second))
 
 
 def test_a_second_cast_writes_to_the_same_memory(device) -> None:
@@ -54,11 +54,11 @@ def test_a_second_cast_writes_to_the_same_memory(device) -> None:
     before = [(data.clone(), data.data_ptr()) for data in shards.data]
     halves[1].mul_(2).add_(1)
     shards.cast(shards.amax())
-    same = [
-        torch.equal(data.view(torch.uint8), old.view(torch.uint8)) and data.data_ptr() == place
-        for data, (old, place) in zip(shards.data, before, strict=True)
+    unchanged = [
+        torch.equal(data.view(torch.uint8), old.view(torch.uint8)) and data.data_ptr() == address
+        for data, (old, address) in zip(shards.data, before, strict=True)
     ]
-    assert same == [True, False, True, True]
+    assert unchanged == [True, False, True, True]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
@@ -67,9 +67,9 @@ def test_what_is_not_finite_is_the_largest(device) -> None:
         for bad in (float("nan"), float("inf")):
             halves = weights(device)
             halves[2][3, 3] = bad
-            found = Float8Shards(halves, dtype=torch.bfloat16, fused=fused).amax()
-            assert found.view(torch.float32).isfinite().tolist() == [True, True, False, True]
-            assert int(found[2]) == int(found.max())
+            maxima = Float8Shards(halves, dtype=torch.bfloat16, fused=fused).amax()
+            assert maxima.view(torch.float32).isfinite().tolist() == [True, True, False, True]
+            assert int(maxima[2]) == int(maxima.max())
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
@@ -77,9 +77,9 @@ def test_turns_to_the_bit(device, dtype: torch.dtype) -> None:
     for shape in ((80, 48), (32, 64), (16, 16)):
         x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
         for fused in (True, False):
-            turned = float8_transpose.transpose_float8(x.view(dtype), after=x, fused=fused)
-            assert turned.dtype == dtype and turned.is_contiguous()
-            assert torch.equal(turned.view(torch.uint8), x.t())
+            transposed = float8_transpose.transpose_float8(x.view(dtype), after=x, fused=fused)
+            assert transposed.dtype == dtype and transposed.is_contiguous()
+            assert torch.equal(transposed.view(torch.uint8), x.t())
 
 
 def test_operator_contract(device) -> None:

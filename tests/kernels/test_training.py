@@ -44,16 +44,16 @@ SIZES = (
 def run(path: Path, compose, device: torch.device, *overrides: str) -> tuple[Trainer, list[dict], dict]:
     """The trainer, its metrics and its event of the kernels."""
     config = dump.to_dataclass(compose(*SIZES, f"run.dir={path}", *overrides))
-    key = RunDir(path)
-    key.path.mkdir()
-    trainer = build_trainer(config, key, Env(0, 1, 0, device, "gloo"))
+    run_dir = RunDir(path)
+    run_dir.path.mkdir()
+    trainer = build_trainer(config, run_dir, Env(0, 1, 0, device, "gloo"))
     try:
         trainer.fit()
     finally:
         trainer.close()
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     [event] = [event for event in events if event["kind"] == "kernels"]
-    return trainer, key.metrics(), event
+    return trainer, run_dir.metrics(), event
 
 
 @pytest.mark.parametrize("batch", ["train.global_batch=2", "train.global_batch=4"], ids=["one", "accumulated"])
