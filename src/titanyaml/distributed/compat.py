@@ -29,9 +29,10 @@ from torch.utils._pytree import tree_map as tree_map
 TRIED_TORCH = ("2.11", "2.13")
 
 #: Operators by which compiled graphs and selective recomputation recognise collectives and float8 GEMMs.
-ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+COLLECTIVES = torch.ops._c10d_functional
+ALL_GATHER = COLLECTIVES.all_gather_into_tensor.default
+REDUCE_SCATTER = COLLECTIVES.reduce_scatter_tensor.default
+WAIT = COLLECTIVES.wait_tensor.default
 SCALED_MM = torch.ops.aten._scaled_mm.default
 TO_COPY = torch.ops.aten._to_copy.default
 
@@ -111,7 +112,7 @@ def group_name(arguments: Sequence[Any]) -> str:
 
 def all_reduce(tensor: Tensor, operation: str, group_name: str) -> Tensor:
     """A new tensor, reduced over a group; ``operation`` is "sum" or "max"."""
-    return wait(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, group_name))
+    return wait(COLLECTIVES.all_reduce(tensor.contiguous(), operation, group_name))
 
 
 def all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
@@ -121,12 +122,12 @@ def all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
 
 def start_all_gather(tensor: Tensor, size: int, group_name: str) -> Tensor:
     """Begin ``all_gather``; the result may be read after ``wait``."""
-    return torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, group_name)
+    return COLLECTIVES.all_gather_into_tensor(tensor, size, group_name)
 
 
 def reduce_scatter(tensor: Tensor, size: int, group_name: str) -> Tensor:
     """This rank's slice along dimension 0 of the sum over a group."""
-    return wait(torch.ops._c10d_functional.reduce_scatter_tensor(tensor, "sum", size, group_name))
+    return wait(COLLECTIVES.reduce_scatter_tensor(tensor, "sum", size, group_name))
 
 
 def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
@@ -136,12 +137,12 @@ def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group_name:
 
 def start_all_to_all(tensor: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
     """Begin ``all_to_all``; the result may be read after ``wait``. Gradients do not flow through it."""
-    return torch.ops._c10d_functional.all_to_all_single(tensor, received, sent, group_name)
+    return COLLECTIVES.all_to_all_single(tensor, received, sent, group_name)
 
 
 def wait(tensor: Tensor) -> Tensor:
     """The result of a collective that a ``start_...`` function of this file began."""
-    return torch.ops._c10d_functional.wait_tensor(tensor)
+    return COLLECTIVES.wait_tensor(tensor)
 
 
 def produce_and_exchange(produce: Callable[[int, Tensor], None], output: Tensor, group_name: str) -> None:

@@ -203,25 +203,25 @@ def fix_saved_rng_state_order() -> None:
     # behind the objects. One object is a DTensor's mesh, which is then taken for a tensor and refused.
     from torch._functorch import partitioners
 
-    private: Any = partitioners
-    original = getattr(private, "functionalize_rng_ops", None)
-    if original is None or not hasattr(private, "is_opaque_node") or hasattr(original, "is_titanyaml"):
+    original = getattr(partitioners, "functionalize_rng_ops", None)
+    is_opaque: Any = getattr(partitioners, "is_opaque_node", None)
+    if original is None or is_opaque is None or hasattr(original, "is_titanyaml"):
         return
     compat.warn_if_untried("a compiled block with recomputation and DTensor parameters", TRIED_TORCH)
 
     def functionalize(joint: Any, forward: Any, backward: Any, num_sym_nodes: int) -> Any:
         [output] = forward.graph.find_nodes(op="output")
-        num_objects = sum(private.is_opaque_node(node) for node in output.args[0])
+        num_objects = sum(is_opaque(node) for node in output.args[0])
         # counted among the symbols, the objects are skipped too, and the states land before both
         forward, backward = original(joint, forward, backward, num_sym_nodes + num_objects)
         inputs = backward.graph.find_nodes(op="placeholder")
         tangent = next(node for node in inputs if node.name.startswith("tangents"))
         for node in inputs[: inputs.index(tangent)]:
-            if private.is_opaque_node(node):
+            if is_opaque(node):
                 tangent.prepend(node)  # the backward takes them in the same order: states before objects
         backward.recompile()
         return forward, backward
 
     functionalize.__dict__["is_titanyaml"] = True  # so that a second call does not wrap the wrapper
     # monkeypatch: torch._functorch.partitioners.functionalize_rng_ops. May go when torch counts opaque objects there.
-    private.functionalize_rng_ops = functionalize
+    partitioners.functionalize_rng_ops = functionalize  # type: ignore[assignment] # torch names the parameters
