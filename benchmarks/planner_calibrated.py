@@ -35,8 +35,8 @@ NEUTRAL = {
     "CONTEXT_SLOWDOWN": 0.0,
     "FSDP_COPY": 14.0,  # bytes: gathered weights out of a flat buffer twice (8), gradients into one (6)
 }
-#: Of the H200's clock under the power limit of the 500 W card, between as much energy a product (0.71) and power that
-#: grows with the cube of the clock (0.89).
+#: Share of the H200's clock that a 500 W card reaches: the geometric mean of two extremes. If each FLOP takes the same
+#: energy, 500/700 (0.71); if power grows with the cube of the clock, its cube root (0.89).
 CAPPED = math.sqrt((500 / 700) * (500 / 700) ** (1 / 3))
 #: Peak, bandwidth (TB/s) and NVLink (GB/s each way) of datasheets, over those of the H200.
 _SHEETS = {
@@ -48,7 +48,7 @@ _SHEETS = {
 
 
 def device(measured: dict[str, Any], name: str) -> Device:
-    """The calibrated H200, or what its shares make of another datasheet."""
+    """The calibrated H200, or another device with the same shares of its datasheet."""
     compute, moving, _ = _SHEETS[name]
     spec = schema.Hardware(**{key: value for key, value in measured.items() if key not in ("defaults", "links")})
     scaled = {
@@ -56,11 +56,11 @@ def device(measured: dict[str, Any], name: str) -> Device:
         for field in dataclasses.fields(spec)
         if field.name.endswith(("_tflops", "memory_tb_s")) and getattr(spec, field.name) is not None
     }
-    kept, _ = devices.shipped_device(name)
-    known = {"name": name, "peak_bf16_tflops": kept.peak_bf16_tflops, "memory_gib": kept.memory_gib}
-    if kept.gemm_fp8_tflops is None:
-        known["gemm_fp8_tflops"] = None
-    return devices.device(replace(spec, **scaled | known))
+    shipped, _ = devices.shipped_device(name)
+    unscaled = {"name": name, "peak_bf16_tflops": shipped.peak_bf16_tflops, "memory_gib": shipped.memory_gib}
+    if shipped.gemm_fp8_tflops is None:  # an A100 has no float8
+        unscaled["gemm_fp8_tflops"] = None
+    return devices.device(replace(spec, **scaled | unscaled))
 
 
 def network(measured: dict[str, Any], name: str, shipped: Network) -> Network:
@@ -76,6 +76,7 @@ def errors(rows: list[Row], measured: dict[str, Any]) -> list[float]:
     before = {name: getattr(constants, name).value for name in NEUTRAL}
     try:
         for name, value in NEUTRAL.items():
+            # the planner reads constants.NAME.value, and the dataclass is frozen: put back below
             object.__setattr__(getattr(constants, name), "value", value)
         return [_tps(row, measured) / row.published - 1 for row in rows]
     finally:
@@ -102,14 +103,16 @@ def main() -> None:
     parser.add_argument("path", nargs="?", type=Path, default=CALIBRATED)
     measured = read(parser.parse_args().path)
     rows = [row for row in planner_rows.rows() if not row.reason]
-    found = dict(zip(map(id, rows), errors(rows, measured), strict=True))
-    sets = {"H200": [row for row in rows if row.job.device.name == "h200"], "all": rows}
-    sets |= {group: [row for row in rows if row.group == group] for group in planner_rows.GROUPS}
-    for name, mine in sets.items():
-        text = ", ".join(f"{100 * value:.1f}" for value in statistics_of([found[id(row)] for row in mine]))
-        print(f"{name} ({len(mine)}): {text} % (median, p90, worst)")
-    for row in rows:
-        print(f"{100 * found[id(row)]:+6.1f} %  {row.group}: {row.label}")
+    planned = list(zip(rows, errors(rows, measured), strict=True))
+    sets = {"H200": [error for row, error in planned if row.job.device.name == "h200"]}
+    sets["all"] = [error for _, error in planned]
+    for row, error in planned:
+        sets.setdefault(row.group, []).append(error)
+    for name, set_errors in sets.items():
+        text = ", ".join(f"{100 * value:.1f}" for value in statistics_of(set_errors))
+        print(f"{name} ({len(set_errors)}): {text} % (median, p90, worst)")
+    for row, error in planned:
+        print(f"{100 * error:+6.1f} %  {row.group}: {row.label}")
 
 
 if __name__ == "__main__":

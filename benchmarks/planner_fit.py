@@ -22,16 +22,16 @@ from titanyaml.planner.model import constants, step
 
 @dataclass(frozen=True)
 class Free:
-    """A number that is fitted: where it starts, its plausible interval, and how far the prior lets it go (log)."""
+    """A fitted number."""
 
     start: float
-    low: float
+    low: float  # of its plausible interval
     high: float
-    spread: float
+    spread: float  # of the prior around the start, as a log ratio
 
 
-#: Names in capitals: planner/model/constants.py. Per device: products in bf16, and how much faster float8 is.
-#: Starts are guesses from single kernels. Of what a plan of one device reckons with, two numbers more are fitted, to
+#: Names in capitals are constants of planner/model/constants.py. Per device: the GEMM rate in bf16 (TFLOP/s), and how
+#: many times faster float8 is. Starts are guesses from single kernels. Two more constants are fitted apart, to reserved
 #: memory: TP_LEFTOVER and ALLOCATOR_GIB.
 FREE = {
     "h100_500w": Free(560, 540, 620, 0.03),
@@ -47,7 +47,7 @@ FREE = {
     "CONTEXT_SLOWDOWN": Free(0.42, 0.3, 0.6, 0.1),
     "FSDP_COPY": Free(19.6, 14, 24, 0.1),
 }
-_SOFT = 0.03  # log ratio from which an error counts linearly
+_SOFT = 0.03  # log ratio from which an error counts linearly, so that single odd rows do not draw the fit
 
 
 def errors(rows: list[Row], values: dict[str, float]) -> list[float]:
@@ -55,37 +55,34 @@ def errors(rows: list[Row], values: dict[str, float]) -> list[float]:
     for name, value in values.items():
         if name.isupper():
             object.__setattr__(getattr(constants, name), "value", value)
-    return [math.log(_known(row, values) / row.published) for row in rows]
+    return [math.log(_cached_tps(row, values) / row.published) for row in rows]
 
 
 _planned: dict[tuple, float] = {}
 
 
-def _known(row: Row, values: dict[str, float]) -> float:
-    """``_tps``, reckoned once for each set of those values on which this row depends."""
+def _cached_tps(row: Row, values: dict[str, float]) -> float:
+    """``_tps``, computed once for each set of those values on which this row depends."""
+    key = (id(row), *(value for name, value in values.items() if _depends(row, name)))
+    if key not in _planned:
+        _planned[key] = _tps(row, values)
+    return _planned[key]
+
+
+def _depends(row: Row, name: str) -> bool:
+    """Whether a row's plan reads this number."""
     job = row.job
-    moves = {
+    special = {
         "CAST_TENSORWISE": job.quant == "float8_tensorwise",
         "CAST_ROWWISE": "rowwise" in job.quant,
         "CONTEXT_SLOWDOWN": job.mesh.cp > 1,
         "ASYNC_TP_HIDDEN": bool(job.async_tp),
     }
-    key = (
-        id(row),
-        *(
-            value
-            for name, value in values.items()
-            if moves.get(
-                name,
-                job.mesh.world_size > 1
-                if name.isupper() or name == "nvlink_gb_s"
-                else name.startswith(job.device.name),
-            )
-        ),
-    )
-    if key not in _planned:
-        _planned[key] = _tps(row, values)
-    return _planned[key]
+    if name in special:
+        return special[name]
+    if name.isupper() or name == "nvlink_gb_s":
+        return job.mesh.world_size > 1
+    return name.startswith(job.device.name)
 
 
 def _tps(row: Row, values: dict[str, float]) -> float:
@@ -93,7 +90,7 @@ def _tps(row: Row, values: dict[str, float]) -> float:
     if (rate := values.get(device.name)) is not None:
         changed = {"bf16_tflops": rate, "fp8_tflops": rate * values[f"{device.name} float8"]}
         if device.name == "h100_500w":  # nobody measured attention on it: the same clock
-            changed["flash_tflops"] = tuple(one * rate / device.bf16_tflops for one in device.flash_tflops)
+            changed["flash_tflops"] = tuple(flash * rate / device.bf16_tflops for flash in device.flash_tflops)
         device = replace(device, **changed)
     if job.mesh.world_size > 1:
         network = replace(network, nvlink_gb_s=values["nvlink_gb_s"])
@@ -114,20 +111,21 @@ def fit(rows: list[Row]) -> dict[str, float]:
     best = cost(rows, values)
     for factor in (1.04, 1.02, 1.01):
         for name, free in FREE.items():
-            for way in (factor, 1 / factor):
+            for change in (factor, 1 / factor):
                 moved = True
                 while moved:
-                    tried = {**values, name: min(free.high, max(free.low, values[name] * way))}
+                    tried = {**values, name: min(free.high, max(free.low, values[name] * change))}
                     moved = tried[name] != values[name] and (lower := cost(rows, tried)) < best - 1e-6
                     if moved:
                         best, values = lower, tried
     return values
 
 
-def _tell(name: str, rows: list[Row], values: dict[str, float]) -> list[float]:
-    found = [math.exp(error) - 1 for error in errors(rows, values)]
-    print(f"{name}: " + ", ".join(f"{100 * value:.1f}" for value in statistics_of(found)) + " % (median, p90, worst)")
-    return found
+def _print_errors(name: str, rows: list[Row], values: dict[str, float]) -> None:
+    relative = [math.exp(error) - 1 for error in errors(rows, values)]
+    print(
+        f"{name}: " + ", ".join(f"{100 * value:.1f}" for value in statistics_of(relative)) + " % (median, p90, worst)"
+    )
 
 
 def main() -> None:
@@ -141,14 +139,14 @@ def main() -> None:
     if not halves:
         values = fit(titan[::2] + alone)
         print({name: round(value, 4) for name, value in values.items()})
-        _tell("fitted half", titan[::2], values)
-        _tell("other half", titan[1::2], values)
+        _print_errors("fitted half", titan[::2], values)
+        _print_errors("other half", titan[1::2], values)
         return
     spans: dict[str, list[float]] = {name: [] for name in FREE}
     for seed in range(halves):
         chosen = set(random.Random(seed).sample(range(len(titan)), len(titan) // 2))
         values = fit([titan[i] for i in sorted(chosen)] + alone)
-        _tell(f"half {seed}, the rest", [row for i, row in enumerate(titan) if i not in chosen], values)
+        _print_errors(f"half {seed}, the rest", [row for i, row in enumerate(titan) if i not in chosen], values)
         for name, value in values.items():
             spans[name].append(value)
     print({name: (round(min(span), 4), round(max(span), 4)) for name, span in spans.items()})
