@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.plugins.small import spec
 from titanyaml import ceilings
-from titanyaml.ceilings import Ceilings, GemmTimes, LinearShape
+from titanyaml.ceilings import Ceilings, GemmShape, GemmTimes
 from titanyaml.config.schema import Model
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.models import decoder
@@ -73,12 +73,12 @@ def test_a_matrix_that_is_not_counted_leaves_no_floor():
 
 def made(**changes):
     """Two shapes, three layers, forward of 1, 2, 4 seconds and so on."""
-    layers = LinearShape(8, 16, 16, ("a", "b")), LinearShape(8, 16, 17, ("c",))
+    layers = GemmShape(8, 16, 16, ("a", "b")), GemmShape(8, 16, 17, ("c",))
 
     def times(unit):
         return dict(zip(ceilings.PASSES, (unit, 2 * unit, 4 * unit), strict=True))
 
-    head = LinearShape(8, 16, 32, ("head",))
+    head = GemmShape(8, 16, 32, ("head",))
     values = {
         "work": ceilings.RankWork(
             layers,

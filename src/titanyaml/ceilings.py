@@ -44,7 +44,7 @@ ADAMW_BYTES = 28
 
 
 @dataclass(frozen=True)
-class LinearShape:
+class GemmShape:
     """Equal linear layers of one rank: M tokens, K inputs, N outputs, and the names of the layers."""
 
     tokens: int
@@ -66,8 +66,8 @@ class RankWork:
         left_out: matrices of the model that are not counted above; with any there is no floor.
     """
 
-    linears: tuple[LinearShape, ...]
-    head: LinearShape
+    linears: tuple[GemmShape, ...]
+    head: GemmShape
     batch: int
     heads: int
     kv_heads: int
@@ -101,8 +101,8 @@ def rank_work(
                 layers_by_shape.setdefault((inputs, outputs), []).append(f"{block}.{name}")
                 counted.add(f"{block}.{name}.weight")
     return RankWork(
-        linears=tuple(LinearShape(tokens, *shape, tuple(layers)) for shape, layers in layers_by_shape.items()),
-        head=LinearShape(tokens, facts.dim, facts.vocab_size // dims.tp, (facts.head,)),
+        linears=tuple(GemmShape(tokens, *shape, tuple(layers)) for shape, layers in layers_by_shape.items()),
+        head=GemmShape(tokens, facts.dim, facts.vocab_size // dims.tp, (facts.head,)),
         batch=local_batch,
         heads=facts.num_heads // dims.tp,
         kv_heads=max(facts.num_kv_heads // dims.tp, 1),
@@ -121,7 +121,7 @@ def rank_work(
 class GemmTimes:
     """Measured times of one shape in seconds: precision -> pass -> time. The first precision is the compute dtype."""
 
-    shape: LinearShape
+    shape: GemmShape
     seconds: dict[str, dict[str, float]]
 
     def total(self, precision: str) -> float:
@@ -278,14 +278,14 @@ def _has_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _time_gemms(shape: LinearShape, precisions: list[str], *, device: torch.device, dtype: torch.dtype) -> GemmTimes:
+def _time_gemms(shape: GemmShape, precisions: list[str], *, device: torch.device, dtype: torch.dtype) -> GemmTimes:
     times = {precisions[0]: _time_in_dtype(shape, device=device, dtype=dtype)}
     if not any(side % FLOAT8_ALIGNMENT for side in (shape.tokens, shape.inputs, shape.outputs)):
         times |= {kind: _time_in_float8(shape, kind == "float8_rowwise", device=device) for kind in precisions[1:]}
     return GemmTimes(shape, times)
 
 
-def _time_in_dtype(shape: LinearShape, *, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def _time_in_dtype(shape: GemmShape, *, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     m, k, n = shape.tokens, shape.inputs, shape.outputs
     x_MK, weight_NK, grad_MN = (torch.randn(size, device=device, dtype=dtype) for size in ((m, k), (n, k), (m, n)))
     # the layouts of autograd: a GEMM's speed depends on which operands are transposed
@@ -297,7 +297,7 @@ def _time_in_dtype(shape: LinearShape, *, device: torch.device, dtype: torch.dty
     return {name: seconds(call, device) for name, call in calls.items()}
 
 
-def _time_in_float8(shape: LinearShape, rowwise: bool, *, device: torch.device) -> dict[str, float]:
+def _time_in_float8(shape: GemmShape, rowwise: bool, *, device: torch.device) -> dict[str, float]:
     """GEMMs in e4m3 with fast accumulation and bfloat16 results; the operands are cast beforehand."""
     m, k, n = shape.tokens, shape.inputs, shape.outputs
 

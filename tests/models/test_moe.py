@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.cases import BASE, MIXTURES, build, relative, tokens
+from titanyaml.config.decoder_shape import DecoderShape
 from titanyaml.config.schema import Model, MoE
 from titanyaml.distributed import compat
 from titanyaml.loss import CrossEntropy
 from titanyaml.models import decoder
 from titanyaml.models.grouped import grouped_linear
-from titanyaml.models.moe import Experts, Router, is_mixture
+from titanyaml.models.moe import Experts, Router
 
 SPEC = MoE(num_experts=6, top_k=2, ffn_dim=24, normalize=True)
 
@@ -182,7 +183,7 @@ def test_each_expert_starts_from_a_stream_of_its_own() -> None:
 def test_which_blocks_are_mixtures_and_what_a_token_meets() -> None:
     spec = MIXTURES["qwen3_moe"]
     model = decoder.build(spec)
-    assert [is_mixture(spec, i) for i in range(4)] == [False, True, False, True]
+    assert [kind.mixture for kind in DecoderShape.of(spec).blocks] == [False, True, False, True]
     assert [bool(layout.experts) for layout in model.facts.layouts] == [False, True, False, True]
     idle = 2 * (6 - 3) * 3 * 48 * 24
     assert model.facts.num_params - model.facts.num_active_params == idle

@@ -147,23 +147,17 @@ class DecoderShape:
     def attention_linears(self) -> tuple[LinearShape, ...]:
         """Attention's matrices in the order of the forward pass."""
         d, q, k = self.dim, self.query_dim, self.kv_dim
-        return (
-            LinearShape("wq", d, q, True, "attention_in"),
-            LinearShape("wk", d, k, True, "attention_in"),
-            LinearShape("wv", d, k, True, "attention_in"),
-            LinearShape("wo", q, d, False, "attended"),
-        )
+        outputs = {"wq": q, "wk": k, "wv": k}
+        inner = [LinearShape(name, d, features, True, "attention_in") for name, features in outputs.items()]
+        return (*inner, LinearShape("wo", q, d, False, "attended"))
 
     def ffn_linears(self, width: int) -> tuple[LinearShape, ...]:
         """The matrices of a feed-forward of this inner width; none where it is 0."""
         if not width:
             return ()
-        gate = [LinearShape("w1", self.dim, width, True, "ffn_in")] if self.gated else []
-        up, down = (
-            LinearShape("w3", self.dim, width, True, "ffn_in"),
-            LinearShape("w2", width, self.dim, False, "product"),
-        )
-        return (*gate, up, down)
+        names = ("w1", "w3") if self.gated else ("w3",)
+        inner = [LinearShape(name, self.dim, width, True, "ffn_in") for name in names]
+        return (*inner, LinearShape("w2", width, self.dim, False, "product"))
 
     def width(self, block: BlockKind) -> int:
         """Inner width of the feed-forward that every token passes: the dense or the shared one; 0: there is none."""

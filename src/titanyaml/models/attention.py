@@ -79,11 +79,6 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention)  # eagerly it materialises all scores
 
 
-def is_rotary(spec: Model, index: int) -> bool:
-    """Whether block ``index`` has rotary embedding (Llama 4 leaves it out of every ``nope_every``-th block)."""
-    return not spec.nope_every or (index + 1) % spec.nope_every != 0
-
-
 class KVCache:
     """Keys and values of earlier tokens, for generation; allocated at the first forward for ``length`` positions."""
 

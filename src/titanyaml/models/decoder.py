@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanyaml.config.decoder_shape import DecoderShape
 from titanyaml.config.schema import Model
 from titanyaml.errors import ConfigError
 from titanyaml.models import rope
-from titanyaml.models.attention import Attention, KVCache, Mask, document_mask, head_size, is_rotary
+from titanyaml.models.attention import Attention, KVCache, Mask, document_mask, head_size
 from titanyaml.models.layers import FeedForward, OutputProjection, RMSNorm
-from titanyaml.models.moe import Experts, MixtureOfExperts, is_mixture
+from titanyaml.models.moe import Experts, MixtureOfExperts
 from titanyaml.models.protocol import BlockLayout, ModelFacts
 
 #: (hidden_BSD, head weight_VD, labels_BS or None) -> result of the forward
@@ -36,11 +37,11 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, spec: Model, index: int) -> None:
         super().__init__()
+        kind = DecoderShape.of(spec).kind(index)
         self.attention_norm = RMSNorm(spec.dim, eps=spec.norm_eps)
-        self.attention = Attention(spec, rotary=is_rotary(spec, index))
+        self.attention = Attention(spec, rotary=kind.rotary)
         self.ffn_norm = RMSNorm(spec.dim, eps=spec.norm_eps)
-        mixture = is_mixture(spec, index)
-        self.feed_forward = MixtureOfExperts(spec) if mixture else FeedForward(spec.dim, ffn_dim=spec.ffn_dim)
+        self.feed_forward = MixtureOfExperts(spec) if kind.mixture else FeedForward(spec.dim, ffn_dim=spec.ffn_dim)
 
     def forward(
         self,
@@ -279,7 +280,7 @@ def _facts(model: Decoder) -> ModelFacts:
 
 def _layout(spec: Model, index: int) -> BlockLayout:
     """Layout of block ``index``; of a mixture only the shared expert is a dense feed-forward."""
-    mixture = is_mixture(spec, index)
+    mixture = DecoderShape.of(spec).kind(index).mixture
     feed_forwards = ["feed_forward"]
     if mixture:
         feed_forwards = ["feed_forward.shared"] if spec.moe.shared_ffn_dim else []

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from titanyaml.config.decoder_shape import DecoderShape
 from titanyaml.config.schema import Model
 from titanyaml.errors import CheckpointError
-from titanyaml.models.attention import head_size, is_rotary
+from titanyaml.models.attention import head_size
 from titanyaml.models.hf_config import hf_config as hf_config
 from titanyaml.models.hf_layout import (
     TensorMapping,
@@ -23,7 +24,6 @@ from titanyaml.models.hf_layout import (
     stacked_experts,
     transposed,
 )
-from titanyaml.models.moe import is_mixture
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HF_LINEARS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -32,13 +32,13 @@ _HF_LINEARS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 def mappings(spec: Model) -> Iterator[TensorMapping]:
     """Yield the mapping of every parameter of ``spec``, in our order of construction."""
     yield same("tok_embeddings.weight", _EMBEDDING)
-    for i in range(spec.num_layers):
+    for i, kind in enumerate(DecoderShape.of(spec).blocks):
         ours, hf = f"layers.{i}.", f"model.layers.{i}."
         yield same(f"{ours}attention_norm.weight", f"{hf}input_layernorm.weight")
-        yield from _attention(spec, i, f"{ours}attention.", f"{hf}self_attn.")
+        yield from _attention(spec, kind.rotary, f"{ours}attention.", f"{hf}self_attn.")
         yield same(f"{ours}ffn_norm.weight", f"{hf}post_attention_layernorm.weight")
         mlp = "feed_forward." if spec.family == "llama4" else "mlp."
-        if is_mixture(spec, i):
+        if kind.mixture:
             yield from _mixture(spec, f"{ours}feed_forward.", hf, mlp)
         else:
             yield from _feed_forward(f"{ours}feed_forward.", f"{hf}{mlp}")
@@ -47,8 +47,8 @@ def mappings(spec: Model) -> Iterator[TensorMapping]:
         yield same("output.weight", _HEAD)
 
 
-def _attention(spec: Model, index: int, ours: str, hf: str) -> Iterator[TensorMapping]:
-    interleaved = spec.family == "llama4" and is_rotary(spec, index)
+def _attention(spec: Model, rotary: bool, ours: str, hf: str) -> Iterator[TensorMapping]:
+    interleaved = spec.family == "llama4" and rotary
     for leaf in ("weight", "bias") if spec.attention_bias else ("weight",):
         for name in "qkvo":
             names = f"{ours}w{name}.{leaf}", f"{hf}{name}_proj.{leaf}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from titanyaml.config.decoder_shape import DecoderShape
 from titanyaml.config.schema import Model
 from titanyaml.errors import ConfigError, Problem
-from titanyaml.models.attention import head_size, is_rotary
-from titanyaml.models.moe import is_mixture
+from titanyaml.models.attention import head_size
 
 ARCHITECTURES = {
     "llama3": ("LlamaForCausalLM", "llama"),
@@ -91,15 +91,15 @@ def _qwen3_moe(spec: Model) -> dict[str, Any]:
 
 
 def _llama4(spec: Model) -> dict[str, Any]:
-    moe, layers = spec.moe, range(spec.num_layers)
+    moe, kinds = spec.moe, DecoderShape.of(spec).blocks
     return {
         "intermediate_size": moe.ffn_dim or spec.ffn_dim,
         "intermediate_size_mlp": spec.ffn_dim,
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "interleave_moe_layer_step": moe.every,
-        "moe_layers": [i for i in layers if is_mixture(spec, i)],
-        "no_rope_layers": [int(is_rotary(spec, i)) for i in layers],
+        "moe_layers": [i for i, kind in enumerate(kinds) if kind.mixture],
+        "no_rope_layers": [int(kind.rotary) for kind in kinds],
         "attention_chunk_size": spec.attention_chunk,
         "use_qk_norm": spec.qk_l2_norm,
         "attn_temperature_tuning": spec.attention_temperature > 0,

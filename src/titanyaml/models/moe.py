@@ -28,12 +28,6 @@ from titanyaml.models.grouped import grouped_linear
 from titanyaml.models.layers import FeedForward, at_least_float32
 
 
-def is_mixture(spec: Model, index: int) -> bool:
-    """Whether block ``index`` is a mixture: every ``every``-th, none of the ``first_dense`` first."""
-    moe = spec.moe
-    return moe.num_experts > 0 and index >= moe.first_dense and (index + 1) % moe.every == 0
-
-
 def expert_biases(model: nn.Module) -> dict[str, Tensor]:
     """The routers' biases by name: the only buffers that a checkpoint holds."""
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanyaml.config.decoder_shape import training_flops_per_token
+
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -65,11 +67,7 @@ class ModelFacts:
     num_experts: int = 0
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Training FLOPs per token: 6*(active parameters - input embedding) + 12*layers*heads*head_dim*seq.
-
-        The convention of published MFU figures (Chowdhery et al. 2022, PaLM, appendix B): forward and backward,
-        attention not halved for causality, recomputation not counted.
-        """
+        """Training FLOPs per token, see ``training_flops_per_token``."""
         # an embedding is a lookup; a tied one is also the head's GEMM, so that nothing is subtracted
         matmul_params = self.num_active_params - (0 if self.tied else self.num_embedding_params)
-        return 6 * matmul_params + 12 * self.num_layers * self.num_heads * self.head_dim * seq_len
+        return training_flops_per_token(matmul_params, self.num_layers * self.num_heads * self.head_dim, seq_len)
