@@ -69,6 +69,7 @@ class Checkpointer:
         started = time.perf_counter()
         flat = states.flatten(state)
         self._refuse_non_finite(step, flat)
+        # to rank 0 alone: the names of all tensors of all ranks are much to send to everybody
         sizes = self.peers.gather_to_main(states.num_bytes(flat))
         temporary: Path | None = None
         try:

@@ -22,7 +22,7 @@ from titanyaml.checkpoint import manifest
 from titanyaml.errors import CheckpointError
 from titanyaml.rundir import fsync
 
-STEP = re.compile(r"step-\d{8,}")
+STEP = re.compile(r"step-\d{8,}")  # eight digits: sorted by name is sorted by step
 
 
 def step_name(step: int) -> str:

@@ -46,7 +46,7 @@ def find(patterns: Sequence[str]) -> list[Path]:
             files = _folder_files(path)
         else:
             files = [path] if path.is_file() else [Path(p) for p in glob.glob(str(path), recursive=True)]
-        # a glob and os.walk list files in the order of the file system, which differs between machines
+        # globs and folders list files in the order of the file system, which differs between machines
         files = sorted(file for file in files if file.is_file())
         if not files:
             raise DataError(f"{pattern} matches no file (in {Path.cwd()})", key="data.paths", hint="an existing path")
@@ -82,8 +82,9 @@ def text_of(record: Any, field: str, name: str) -> str:
     """The text of a record. DataError: no such field, or it holds something that is not Unicode text."""
     if not isinstance(record, dict) or field not in record:
         fields = list(record) if isinstance(record, dict) else []
-        listed = ", ".join(map(repr, fields)) or "none"
-        content = listed if isinstance(record, dict) else f"a {type(record).__name__}, no record"
+        content = ", ".join(map(repr, fields)) or "none"
+        if not isinstance(record, dict):
+            content = f"a {type(record).__name__}, no record"
         hint = f"data.text_field={fields[0]}" if fields else ""
         raise DataError(f"{name}: no field {field!r}; there is: {content}", key="data.text_field", hint=hint)
     text = record[field]

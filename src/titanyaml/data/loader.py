@@ -150,11 +150,13 @@ def validation_batches(
     count = min(limit, len(samples))
     offsets = _offsets(global_batch, local_batch, data_rank, data_degree)
     at_once = local_batch * data_degree
+    zeros = np.zeros(dataset.seq_len, dtype=np.int64)
+    padding = Sample(zeros, np.full(dataset.seq_len, IGNORED, dtype=np.int64), zeros)
     for start in range(0, count, global_batch):
         forwards = -(-min(global_batch, count - start) // at_once)
         indices = [start + offset for offset in offsets[: forwards * local_batch]]
         # padding: all ranks make the same number of forwards, and so the same collectives
-        rows = [(i, samples[i]) if i < count else (-1, _padding(dataset.seq_len)) for i in indices]
+        rows = [(i, samples[i]) if i < count else (-1, padding) for i in indices]
         yield _collate(rows, local_batch)
 
 
@@ -194,6 +196,7 @@ def _stream_steps(
     own_offsets = set(offsets)
     while True:
         rows = []
+        # the rows of other ranks are read too: where a row of ours begins follows from the length of all before it
         for offset in range(global_batch):
             sample, cursor = next(samples)
             if offset in own_offsets:
@@ -209,11 +212,6 @@ def _collate(rows: Rows, local_batch: int) -> list[Batch]:
         tokens, labels, documents = (torch.from_numpy(np.stack(part)) for part in zip(*samples, strict=True))
         batches.append(Batch(tokens, labels, documents, torch.tensor(ids, dtype=torch.int64)))
     return batches
-
-
-def _padding(seq_len: int) -> Sample:
-    zeros = np.zeros(seq_len, dtype=np.int64)
-    return Sample(zeros, np.full(seq_len, IGNORED, dtype=np.int64), zeros)
 
 
 def _check_state(state: dict[str, Any], dataset: TokenData, order: dict[str, Any]) -> None:

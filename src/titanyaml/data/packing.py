@@ -64,7 +64,7 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
 def pack(pieces: Sequence[np.ndarray], *, seq_len: int, pad_id: int) -> Sample:
     """A sample of at most S+1 tokens, each piece from another document; fewer are padded with ``pad_id``."""
     size = sum(map(len, pieces))
-    assert 2 <= size <= seq_len + 1
+    assert 2 <= size <= seq_len + 1  # one token alone has no label
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
     documents = np.full(seq_len + 1, len(pieces), dtype=np.int64)
     end = 0

@@ -48,6 +48,7 @@ class PackedData(IndexedData):
         if not 0 <= index < len(self):
             raise IndexError(index)
         start = index * self.seq_len
+        # one token more than S: it is the label of the last one
         end = min(start + self.seq_len + 1, self.num_tokens)
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, end, side="left"))

@@ -52,15 +52,10 @@ def bind(name: str, node: Any) -> tuple[BoundPlugin | None, list[Problem]]:
         return None, [Problem(key, f"{cls.__qualname__} refused its arguments: {_words(error)}")]
     # relations of the class, not of the object: an object may use such a name for something else
     relations = {
-        relation: tuple(dict.fromkeys([*_relation(cls, relation), *(node.get(f"_{relation}_") or ())]))
+        relation: tuple(dict.fromkeys([*(getattr(cls, relation, None) or ()), *(node.get(f"_{relation}_") or ())]))
         for relation in RELATIONS
     }
     return BoundPlugin(name, transform, node.get("_stage_") or transform.stage, **relations), []
-
-
-def _relation(cls: Any, name: str) -> Any:
-    value = getattr(cls, name, None)
-    return () if value is None else value
 
 
 def _check_class(key: str, node: Mapping[str, Any], cls: Any) -> list[Problem]:
@@ -77,7 +72,7 @@ def _check_class(key: str, node: Mapping[str, Any], cls: Any) -> list[Problem]:
         stage_key = f"{key}._stage_" if node_stage else target_key
         problems.append(Problem(stage_key, message, ", ".join(STAGES), did_you_mean(str(stage), STAGES)))
     for relation in RELATIONS:
-        names = _relation(cls, relation)
+        names = getattr(cls, relation, None) or ()
         # a bare string would be read letter by letter
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             problems.append(Problem(target_key, f"{target}.{relation} is {names!r}", allowed="a list of node names"))

@@ -128,7 +128,7 @@ class PipelineRuntime:
 
     def _send(self, x_BSD: Tensor, rank: int) -> None:
         peer = dist.get_global_rank(self.group, rank)
-        if self.stream_shape is None:
+        if self.stream_shape is None:  # the receiver cannot know it before the first step
             dist.send(torch.tensor(x_BSD.shape, device=self.device), peer, group=self.group)
         dist.send(x_BSD.contiguous(), peer, group=self.group)
 

@@ -58,6 +58,7 @@ class StagedModel(nn.Module):
                     setattr(self, name, nn.ModuleDict(dict(child.items())))
         self.facts = _merged_facts(whole.facts, [part.facts for part in self.parts])
         own_names = dict(self.named_parameters()).keys()
+        # optimizer groups may name parameters that are on other ranks only
         self.elsewhere = {name: p for name, p in whole.named_parameters() if name not in own_names}
         is_split = whole.facts.tied and partition.owners[0] != partition.owners[last]
         self.shared = f"{whole.facts.embedding}.weight" if is_split else ""
@@ -81,7 +82,7 @@ class StagedModel(nn.Module):
         grad = grads[self.shared]
         local = grad.to_local() if isinstance(grad, DTensor) else grad
         first, last = self.partition.owners[0], self.partition.owners[-1]
-        if local.numel():
+        if local.numel():  # FSDP may leave this rank no row of it
             # not an all-reduce: the ranks between the ends hold no such weight. Both copies stay bit-equal, since
             # a + b is b + a in floating point
             peer = dist.get_global_rank(self.group, last if self.rank == first else first)

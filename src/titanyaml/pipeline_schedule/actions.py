@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
-_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")  # as torch writes cells of DualPipeV
 
 
 class Action(NamedTuple):

@@ -9,10 +9,11 @@ from titanyaml.pipeline_schedule.actions import Action, max_in_flight
 
 # the usual costs: a backward takes twice a forward, its parts are equal (arXiv 2104.04473, arXiv 2401.10241)
 UNIT_COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+Cost = Callable[[Action], float]
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedAction:
     """An action and the time in which it runs."""
 
     action: Action
@@ -22,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    ranks: list[list[Span]]
+    ranks: list[list[TimedAction]]
     length: float
 
     @property
@@ -46,10 +47,6 @@ class ScheduleDeadlock(Exception):
         self.waiting = waiting
 
 
-def unit_cost(action: Action) -> float:
-    return UNIT_COSTS[action.kind]
-
-
 def prerequisites(action: Action, *, stages: int) -> list[tuple[Action, ...]]:
     """Groups of actions; of each group, one must have run before."""
     stage, kind, microbatch = action
@@ -65,11 +62,11 @@ def prerequisites(action: Action, *, stages: int) -> list[tuple[Action, ...]]:
 
 
 def simulate(
-    orders: Sequence[Sequence[Action]], *, stages: int, cost: Callable[[Action], float] = unit_cost
+    orders: Sequence[Sequence[Action]], *, stages: int, cost: Cost = lambda action: UNIT_COSTS[action.kind]
 ) -> Timeline:
     """Run every rank's actions in order, each as soon as its rank is free and its prerequisites have ended."""
     ends: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in orders]
+    spans: list[list[TimedAction]] = [[] for _ in orders]
     progressed = True
     # passes over the ranks until none can go on; the order of the passes cannot change a time
     while progressed:
@@ -83,7 +80,7 @@ def simulate(
                 ready = [min(ends[earlier] for earlier in group if earlier in ends) for group in groups]
                 start = max([*ready, spans[rank][-1].end if spans[rank] else 0.0])
                 ends[action] = start + cost(action)
-                spans[rank].append(Span(action, start, ends[action]))
+                spans[rank].append(TimedAction(action, start, ends[action]))
                 progressed = True
     waiting = {}
     for rank, order in enumerate(orders):

@@ -35,7 +35,7 @@ class Trackers:
 
     def log(self, record: dict[str, Any]) -> None:
         """Write one record: ``step`` and the figures of that step, without rounding."""
-        self.run.metric(record)
+        self.run.metric(record)  # first: it must not depend on a mirror
         for mirror in self.mirrors:
             mirror.log(record)
 

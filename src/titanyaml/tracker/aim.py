@@ -47,7 +47,7 @@ class AimMirror:
         self._state = "running"
         self._warned = False
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)  # None: the end
-        self._thread = threading.Thread(target=self._work, name="aim", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="aim", daemon=True)  # may hang for ever
         self._thread.start()
 
     def log(self, record: dict[str, Any]) -> None:

@@ -113,15 +113,9 @@ class ProgressBar(_Console):
     def __init__(self, steps: int, *, out: TextIO) -> None:
         super().__init__()
         self.steps = steps
-        self.progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(compact=True),
-            TextColumn("left"),
-            console=_Terminal(file=out),
-        )
+        pace = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)
+        text = TextColumn("{task.fields[figures]}"), TimeRemainingColumn(compact=True), TextColumn("left")
+        self.progress = Progress(*pace, *text, console=_Terminal(file=out))
         self._task: TaskID | None = None
 
     def log(self, record: dict[str, Any]) -> None:
