@@ -241,19 +241,16 @@ class UnshardedOnPipelineRank:
 
     def __init__(self, job: Job, stages: Stages) -> None:
         self.job, self.stages = job, stages
-        weight_bytes = 1 if job.float8_gather else job.compute_bytes
         self.params = [job.params_of((stage,))[0] for stage in stages]
-        # by stage, by block
-        blocks = [[job.block_params(kind) for kind in stage.blocks] for stage in stages]
-        roots = [job.compute_bytes * job.root_params(stage) for stage in stages]
-        # parameters of the first block and the embedding: the last gradients of a backward
-        self._first_block = [
-            params[0] + job.root_params(stage) * stage.first for stage, params in zip(stages, blocks, strict=True)
-        ]
-        self._all = [weight_bytes * sum(params) + root for params, root in zip(blocks, roots, strict=True)]
-        self._two_blocks = [
-            weight_bytes * sum(sorted(params)[-2:]) + root for params, root in zip(blocks, roots, strict=True)
-        ]
+        self._first_block, self._all, self._two_blocks = [], [], []
+        weight_bytes = 1 if job.float8_gather else job.compute_bytes
+        for stage in stages:
+            blocks, root = [job.block_params(kind) for kind in stage.blocks], job.root_params(stage)
+            # parameters of the first block and the embedding: the last gradients of a backward
+            self._first_block.append(blocks[0] + root * stage.first)
+            # bytes of all weights, and of the largest two blocks; the ends are never gathered in float8
+            self._all.append(weight_bytes * sum(blocks) + job.compute_bytes * root)
+            self._two_blocks.append(weight_bytes * sum(sorted(blocks)[-2:]) + job.compute_bytes * root)
 
     def gradients(self, instant: PipelineInstant) -> float:
         """Gradients that wait for the last backward of their stage."""

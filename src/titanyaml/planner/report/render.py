@@ -100,13 +100,8 @@ def markdown(record: dict[str, Any]) -> str:
     lines += ["", "## Memory and time", "", "```", *_bars(record["memory_gib"]["parts"], "GiB"), ""]
     lines += [*_bars({name: 1000 * value for name, value in record["time_s"].items()}, "ms"), "```"]
     for title, columns, rows in tables(record):
-        lines += [
-            "",
-            f"## {title[0].upper()}{title[1:]}",
-            "",
-            f"| {' | '.join(columns)} |",
-            "|" + "---|" * len(columns),
-        ]
+        lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
+        lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
