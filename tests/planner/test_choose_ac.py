@@ -18,7 +18,7 @@ from titanyaml.planner.model import from_config, memory
 from titanyaml.planner.model.plan import plan_job
 from titanyaml.planner.search import choose_ac
 from titanyaml.rundir import RunDir
-from titanyaml.runner import plan, auto_ac
+from titanyaml.runner import auto_ac, plan
 from titanyaml.runner.train import build_trainer
 
 CPU = Env(0, 1, 0, torch.device("cpu"), "gloo")

@@ -13,7 +13,7 @@ from titanyaml.config import schema
 from titanyaml.config.rules import table
 from titanyaml.planner.model import from_config, memory
 from titanyaml.planner.model.plan import plan_job
-from titanyaml.planner.search import choose_ac, variants, fastest, space
+from titanyaml.planner.search import choose_ac, fastest, space, variants
 from titanyaml.planner.search.space import Space
 from titanyaml.runner import search_progress
 

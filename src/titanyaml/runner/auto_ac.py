@@ -44,8 +44,8 @@ def resolve(config: Config, env: Env) -> tuple[Config, AcChoice | None]:
     choice = choose_ac.choose(config, job, limit)
     resolved = choose_ac.concrete(config, choice)
     if not choice.fits:
-        found = find_remedies(resolved, choice.plan, limit_gib=limit.gib, hardware=device_rates, cluster=links)
-        raise choose_ac.refusal(choice, found.remedies)
+        search = find_remedies(resolved, choice.plan, limit_gib=limit.gib, hardware=device_rates, cluster=links)
+        raise choose_ac.refusal(choice, search.remedies)
     return resolved, choice
 
 
@@ -56,13 +56,14 @@ def announce(choice: AcChoice | None, run: RunDir, env: Env) -> None:
     log.info("%s", choice.sentence())
     run.write_status(ac=choice.record())
     path = run.path / "config.yaml"
-    if path.exists():
+    if path.exists():  # a comment: the keys of the file stay as they were typed
         atomic_write(path, f"# {choice.sentence()}\n{path.read_text(encoding='utf-8')}")
 
 
 def _device(config: Config, env: Env) -> tuple[schema.Hardware, schema.Cluster]:
     """Rates and links to time the options with: as configured, else of the device here, else of an H200."""
     device_rates, links = config.hardware, config.cluster
+    # an H200 will do for a device that is not known: only the order of the options counts, which it has too
     if device_rates.gemm_bf16_tflops is None:
         on_gpu = env.device.type == "cuda"
         option = hardware.detect(env.device) if device_rates.name == "auto" and on_gpu else None

@@ -122,6 +122,7 @@ def summary(
     ``tps`` = tokens of a step / median seconds of a step / devices. ``tps_spread`` = (largest - smallest step time) /
     median. ``mfu`` = tps * FLOPs per token / peak. ``fraction_of_floor`` = floor / median seconds of a step.
     """
+    # the median: one slow step, such as a collection on another rank, is no property of the run
     times = [record["step_s"] for record in records]
     step_s, meter = statistics.median(times), trainer.meter
     tps = meter.tokens_per_step / step_s / env.world_size

@@ -24,6 +24,7 @@ def text(config: Config, run: RunDir, result: dict[str, Any]) -> str:
         result: the content of bench.json.
     """
     overrides = yaml.safe_load((run.path / "overrides.yaml").read_text())["overrides"]
+    # in full: the command alone means something else with the next version's defaults
     resolved = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
     sections = {
         "Who": config.runner.entity,
@@ -43,6 +44,7 @@ def text(config: Config, run: RunDir, result: dict[str, Any]) -> str:
 
 def table(head: list[str], rows: list[list[Any]]) -> str:
     """A Markdown table; None is shown as unknown."""
+    # what is not known is said so: a zero or a gap would be read as a figure
     lines = [["unknown" if cell is None else str(cell) for cell in row] for row in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

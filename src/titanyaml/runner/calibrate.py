@@ -40,22 +40,15 @@ FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """What is measured."""
 
-    Args:
-        linears: (tokens, inputs, outputs) of layers, three GEMMs each.
-        attention: (batch, heads, key heads, positions, head size).
-        cast: (rows, columns) of a cast matrix. copy_bytes, gather_bytes: of a copy on the device and a large gather.
-        warm_s, run_s: how long a round is repeated before it is timed, and while it is.
-    """
-
-    linears: tuple[tuple[int, int, int], ...]
-    attention: tuple[tuple[int, int, int, int, int], ...]
-    cast: tuple[int, int]
+    linears: tuple[tuple[int, int, int], ...]  # (tokens, inputs, outputs) of layers, three GEMMs each
+    attention: tuple[tuple[int, int, int, int, int], ...]  # (batch, heads, key heads, positions, head size)
+    cast: tuple[int, int]  # (rows, columns) of a cast matrix
     copy_bytes: int
-    gather_bytes: int
-    warm_s: float
-    run_s: float
+    gather_bytes: int  # of a large all-gather, as a whole
+    warm_s: float  # a round is repeated so long before it is timed
+    run_s: float  # and so long while it is
 
 
 #: Layers of models of 1B to 70B, one rank's share under tp 8 among them.
@@ -90,10 +83,10 @@ def calibrate(run: RunDir, env: Env) -> None:
     values: dict[str, Any] = {"name": option, "basis": "calibrated", **datasheet, **rates}
     cluster_option = next(iter(devices.shipped("hardware", name).get("defaults", [{}])[0].values()), None)
     if links:
-        known = {key: value for key, value in vars(cluster).items() if value is not None}
+        cluster_values = {key: value for key, value in vars(cluster).items() if value is not None}
         gpus_per_host = max(cluster.gpus_per_host, env.world_size)
-        known |= {"name": option, "basis": "calibrated", "gpus_per_host": gpus_per_host}
-        _write_option(run, "cluster", option, known | links, "links between the ranks of one host measured")
+        cluster_values |= {"name": option, "basis": "calibrated", "gpus_per_host": gpus_per_host}
+        _write_option(run, "cluster", option, cluster_values | links, "links between the ranks of one host measured")
         cluster_option = option
     if cluster_option:
         values = {"defaults": [{"override /cluster@_global_.cluster": cluster_option}, "_self_"], **values}
@@ -117,17 +110,17 @@ def measure_rates(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     if device.type == "cuda":
         rates["memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / hardware.GIB, 1)
         rates["launch_us"] = _launch_us(device)
-    gemms, others = _gemms(sizes, device, "bf16"), _attention(sizes, device) | _copy(sizes, device)
-    seconds = time_in_turns(gemms | others, device, sizes)
+    gemms, untyped = _gemms(sizes, device, "bf16"), _attention(sizes, device) | _copy(sizes, device)
+    seconds = time_in_turns(gemms | untyped, device, sizes)
     rates |= fit_gemm_rate(sizes, seconds, "bf16") | _attention_rates(sizes, seconds)
     bytes_per_s = 2 * sizes.copy_bytes / seconds["copy"]  # read and written
     # a copy is what passes over memory reach: no share of a datasheet's bandwidth on top
     rates |= {"memory_tb_s": _round(bytes_per_s / 1e12), "memory_share": 1.0}
-    del gemms
+    del gemms  # frees their operands before those in float8 are made
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         torch.cuda.empty_cache()
         casts = _casts(sizes, device)
-        seconds = time_in_turns(_gemms(sizes, device, "fp8") | casts | others, device, sizes)
+        seconds = time_in_turns(_gemms(sizes, device, "fp8") | casts | untyped, device, sizes)
         rates |= fit_gemm_rate(sizes, seconds, "fp8")
         rates |= {f"{name}_bytes": _round(seconds[name] * bytes_per_s / math.prod(sizes.cast)) for name in casts}
     return rates
@@ -181,6 +174,7 @@ def _gemms(sizes: Sizes, device: torch.device, dtype: str) -> Calls:
     return {
         name: make(device, name.rpartition(" ")[2], *sides)
         for name, sides in _gemm_sides(sizes).items()
+        # float8 GEMMs take no other sides
         if dtype == "bf16" or not any(side % FLOAT8_ALIGNMENT for side in sides)
     }
 
@@ -324,14 +318,16 @@ def _measure_links(env: Env, sizes: Sizes) -> dict[str, float]:
     ranks, device = env.world_size, env.device
 
     def median_seconds(num_bytes: int) -> dict[str, float]:
-        whole = torch.zeros(num_bytes // 2 // ranks * ranks, device=device, dtype=torch.bfloat16)
-        shard = torch.zeros(len(whole) // ranks, device=device, dtype=torch.bfloat16)
-        calls: Calls = {"all_gather": lambda: dist.all_gather_into_tensor(whole, shard)}
+        gathered = torch.zeros(num_bytes // 2 // ranks * ranks, device=device, dtype=torch.bfloat16)
+        shard = torch.zeros(len(gathered) // ranks, device=device, dtype=torch.bfloat16)
+        calls: Calls = {"all_gather": lambda: dist.all_gather_into_tensor(gathered, shard)}
         if device.type == "cuda":  # gloo has none
-            calls["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(shard, whole)
+            calls["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(shard, gathered)
         rounds = [_time_once(calls, device) for _ in range(30)]  # a number, not seconds: the same on every rank
+        # the first ten warm up
         return {name: statistics.median(times[name] for times in rounds[10:]) for name in calls}
 
+    # a rate needs a transfer whose latency is lost in it, a latency one that has nothing else
     large, small = median_seconds(sizes.gather_bytes), median_seconds(4096)
     moved = sizes.gather_bytes * (ranks - 1) / ranks
     return {

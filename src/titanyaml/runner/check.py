@@ -29,11 +29,14 @@ from titanyaml.runner import auto_ac, run_report, setup
 
 def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
     """Print the configuration, the mesh and the pipeline table; nothing is trained and no rank is started."""
-    world_size = world.count_ranks(config) or 1
+    # unknown where torchrun will start the ranks: then as many as the degrees ask for
+    world_size = world.count_ranks(config) or world.fixed_product(config.parallel)[0]
     dims = ParallelDims.resolve(config.parallel, world_size)
     console = Console()
+    # as it was typed: ac=auto is resolved below, and has a table of its own
     console.print(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False), markup=False, highlight=False)
     config, choice = auto_ac.resolve(config, env)
+    # a mesh needs a process group of its size; this one has no other ranks
     with compat.fake_process_group(world_size):
         mesh = dims.build("cpu") if world_size > 1 else None
         model, ctx, resolved, changes = setup.transform(config, env, dims, mesh=mesh)

@@ -42,7 +42,7 @@ def mean_loss(config: Config, built: BuiltModel, dataset: TokenData, *, env: Env
     for step in steps:
         tokens += valid_tokens(step)
         inputs = (model_inputs(batch, env.device, documents=documents) for batch in step)
-        if isinstance(built.model, StagedModel):
+        if isinstance(built.model, StagedModel):  # forwards alone need no schedule, and may be of any number
             loss_sum += built.model.runtime.evaluate(list(inputs), loss_fn=loss_fn)
             continue
         for microbatch in inputs:

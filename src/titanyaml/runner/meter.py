@@ -13,7 +13,7 @@ from titanyaml.pipeline.protocol import Context
 
 
 class Meter:
-    """Adds up the steps of one logging interval; validation and checkpoints lie outside its clocks.
+    """Adds up the steps of one logging interval. Validation and checkpoints lie outside its clocks.
 
     ``tps`` is tokens per second *per device*; ``tflops = tps * flops_per_token / 1e12`` with the formula of
     ``ModelFacts.flops_per_token``; ``mfu`` is left out where the device's peak is unknown.
@@ -31,22 +31,23 @@ class Meter:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Time until the next batch is at hand."""
+        """Time until the next batch is there."""
         begin = time.perf_counter()
         yield
         self._wait_s += time.perf_counter() - begin
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Time of one step; the step ends with a read of its loss, so the device has caught up."""
+        """Time of one step, until the device has finished it."""
         begin = time.perf_counter()
         yield
+        # the update runs on after the step has read its loss: without this its time would count as waiting for data
         hardware.synchronize(self.env.device)
         self._train_s += time.perf_counter() - begin
         self._steps += 1
 
     def read(self, step: int) -> dict[str, float | int]:
-        """The interval's figures per step; starts the next interval."""
+        """The figures of the interval, by step; starts the next interval."""
         seconds = (self._train_s + self._wait_s) / self._steps
         tps = self.tokens_per_step / seconds / self.env.world_size
         tflops = tps * self.flops_per_token / 1e12

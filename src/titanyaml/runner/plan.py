@@ -74,18 +74,19 @@ def _record(config: Config, planned: Plan) -> dict[str, Any]:
         remarks.append("parallel.fsdp_cpu_offload is planned as if weights and optimizer were on the device")
     if config.quant.emulate:
         remarks.append("quant.emulate is planned as if nothing were cast: it is slower than bfloat16")
-    found = find_remedies(config, planned)
+    search = find_remedies(config, planned)
     if not planned.fits:  # then the first remark says so
-        if found.remedies:
-            remarks[0] += f". What fits: {'; '.join(map(_describe, found.remedies))}"
-        remarks[1:1] = filter(None, [found.remark()])
+        if search.remedies:
+            remarks[0] += f". What fits: {'; '.join(map(_describe, search.remedies))}"
+        # right behind it, where fewer than three changes fit
+        remarks[1:1] = filter(None, [search.remark()])
     return {
         "model": config.model.name,
         "mesh_name": mesh_name(mesh),
         **planned.record(),
         "budget": spent,
         **{name: spent[name] for name in ("tokens_per_day", "gpu_hours", "cost")},
-        "changes": [asdict(remedy) for remedy in found.remedies],
+        "changes": [asdict(remedy) for remedy in search.remedies],
         "warnings": remarks,
     }
 

@@ -56,28 +56,19 @@ _OF_SEARCH = ("runner=plan", "runner.", "run.", "hydra")
 
 @dataclass(frozen=True)
 class SearchOverrides:
-    """The overrides of a search, by what it does with them.
+    """The overrides of a search, by what it does with them."""
 
-    Args:
-        values: of dimensions and axes, by name. bases: what all candidates are composed with, a list for each
-            combination of values of other keys. keys: all that were typed.
-    """
-
-    values: dict[str, list[Any]]
-    bases: list[list[str]]
-    keys: frozenset[str]
+    values: dict[str, list[Any]]  # of dimensions and axes, by name
+    bases: list[list[str]]  # what all candidates are composed with: one for each combination of other keys' values
+    keys: frozenset[str]  # all that were typed
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A configuration that was found.
+    """A configuration that was found."""
 
-    Args:
-        base: overrides that it shares with the other candidates. config: around which was searched.
-    """
-
-    base: list[str]
-    config: Config
+    base: list[str]  # overrides that it shares with the other candidates
+    config: Config  # around which was searched
     ranked: RankedConfig
 
     @property
@@ -116,20 +107,20 @@ def run(arguments: Sequence[str], loader: Loader, launcher: Launcher, *, folder:
     parsed = [loader.parse(text) for text in arguments]
     typed = sort_overrides(parsed)
     _check_values(parsed, loader)
-    found: list[_Job] = []
+    all_jobs: list[_Job] = []
     total = SearchResult()
     for base in typed.bases:
         config = _base_config(base, loader)
         with ProgressLine() as line:
             result = find_fastest(config, _space(typed, config), line.show)
-        found += [_Job(_without_decided(base), config, ranked) for ranked in result.best]
+        all_jobs += [_Job(_without_decided(base), config, ranked) for ranked in result.best]
         total.tried += result.tried
         total.legal += result.legal
         total.fitted += result.fitted
         total.refused += result.refused
-    if not found:
+    if not all_jobs:
         raise _nothing_found(total)
-    best = sorted(found, key=lambda job: -job.ranked.plan.tps)[:NUM_BEST]
+    best = sorted(all_jobs, key=lambda job: -job.ranked.plan.tps)[:NUM_BEST]
     records = [job.record() for job in best]
     counts = {"tried": total.tried, "legal": total.legal, "fitted": total.fitted}
     content = {**counts, "command": best[0].command(), "best": records}
@@ -177,11 +168,7 @@ def sort_overrides(overrides: list[Override]) -> SearchOverrides:
 
 
 def _check_values(overrides: list[Override], loader: Loader) -> None:
-    """Check each of several values by itself, before thousands of candidates are tried with it.
-
-    Raises:
-        ConfigError: no such option, or a value of a wrong kind.
-    """
+    """Check each of several values by itself, before thousands of candidates are tried with it."""
     swept = [override for override in overrides if override.is_sweep_override()]
     texts = [f"{override.get_key_element()}={text}" for override in swept for text in override.sweep_string_iterator()]
     reports = [compose_report([text], loader=loader, multirun=True) for text in texts]
@@ -190,7 +177,7 @@ def _check_values(overrides: list[Override], loader: Loader) -> None:
 
 
 def _base_config(base: list[str], loader: Loader) -> Config:
-    """The configuration around which is searched."""
+    """The configuration around which is searched; what only the candidates decide may be wrong in it."""
     report = compose_report(base, loader=loader)
     problems = [problem for problem in report.problems if not _is_decided(problem.key)]
     if problems or report.cfg is None:
@@ -208,7 +195,8 @@ def _space(typed: SearchOverrides, config: Config) -> Space:
     Raises:
         ConfigError: neither a mesh nor a number of ranks, a name that is no mesh, or one of other ranks.
     """
-    values = {name: tuple(given) for name, given in typed.values.items()}
+    values = {name: tuple(listed) for name, listed in typed.values.items()}
+    # -1 is derived, as if nothing was typed
     axes = {axis: values.pop(axis) for axis in degrees.AXES if values.get(axis, (-1,)) != (-1,)}
     names = [name for name in values.pop("parallel", ()) if name != "auto"]
     if not names and config.launch.nproc is None:
@@ -219,7 +207,7 @@ def _space(typed: SearchOverrides, config: Config) -> Space:
         )
     meshes = tuple(_mesh(name) | {axis: sizes[0] for axis, sizes in axes.items()} for name in names)
     _check_num_ranks(meshes, config.launch.nproc)
-    dimensions = {name: given for name, given in values.items() if name in _DIMENSIONS.values()}
+    dimensions = {name: listed for name, listed in values.items() if name in _DIMENSIONS.values()}
     if "auto" in dimensions.get("ac", ()):  # that is what a search does
         del dimensions["ac"]
     return Space(meshes=meshes or None, axes=axes, typed=typed.keys, **dimensions)

@@ -106,6 +106,7 @@ class _MemoryHistory:
     def stop(self) -> None:
         """Write what was recorded, if anything was, and stop recording."""
         if self.recording:
+            # written before it is stopped: stopping forgets it
             self.dump()
             compat.record_memory_history(None)
             self.recording = False

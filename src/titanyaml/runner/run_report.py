@@ -44,11 +44,12 @@ def start(config: Config, run: RunDir, env: Env, parts: Parts) -> None:
     kernels = describe_kernels(config, ctx, parts.optimizer)
     listed = "; ".join(f"{operator}: {kernel}" for operator, kernel in kernels.items() if operator != "why")
     log.info("kernels %s (%s)", listed, kernels["why"])
-    fields: dict[str, Any] = {**kernels}
+    fields: dict[str, Any] = {**kernels}  # an event's own fields are of any type
     run.event("kernels", listed, **fields)
     sequences, seq_len = global_batch(config, ctx.dims), config.train.seq_len
     batch = f"{sequences * seq_len:,} tokens a step ({sequences} x {seq_len}, accumulation {ctx.accumulation})"
     first_step = parts.last_step + 1
+    # a benchmark takes the steps that it measures, whatever train.steps says
     last_step = bench_steps(config.runner) if config.runner.name == "bench" else config.train.steps
     steps = f"steps {first_step} to {last_step}" if first_step <= last_step else "no step is left"
     log.info("data %s: %s; %s; %s", config.data.kind, _size(parts.train_data), batch, steps)

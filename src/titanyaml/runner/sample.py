@@ -39,6 +39,7 @@ def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     load_weights(built, path, config=config, run=run, env=env)
     options = config.runner
     prompt = tokenizer.encode(options.prompt)
+    # the model has to be given a token to begin with
     if not prompt and tokenizer.bos_id is not None:
         prompt = [tokenizer.bos_id]
     room = config.model.max_seq_len - len(prompt)

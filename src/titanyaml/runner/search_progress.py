@@ -35,6 +35,7 @@ class ProgressLine:
     def show(self, result: SearchResult) -> None:
         """Print what the search is at, if the last time is long enough ago."""
         seconds = time.monotonic()
+        # a search may call this thousands of times a second
         if seconds - self._last_shown < (_CHANGE_S if self._status else _LINE_S):
             return
         self._last_shown = seconds

@@ -55,16 +55,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model that the pipeline transformed, with memory and values on the device.
-
-    ``masters``: of parameters that are stored narrower, by name (``models.init.materialise``). ``changes``: by plugin.
-    """
+    """A model that the pipeline transformed, with memory and values on the device."""
 
     model: nn.Module
-    masters: dict[str, Tensor]
+    masters: dict[str, Tensor]  # of parameters that are stored narrower, by name
     context: Context
     resolved: pipeline.ResolvedPipeline
-    changes: list[tuple[str, Change]]
+    changes: list[tuple[str, Change]]  # what each plugin did
 
     @property
     def data_rank(self) -> int:
@@ -84,31 +81,22 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class Parts:
-    """A training run ready for its first step.
-
-    ``last_step`` is that of the loaded checkpoint, 0 in a new run; ``validation_data`` None without validation.
-    """
+    """A training run ready for its first step."""
 
     built: BuiltModel
     train_data: TokenData
-    validation_data: TokenData | None
+    validation_data: TokenData | None  # None where ``validation.batches`` is 0
     optimizer: AdamW
     train_step: TrainStep
     checkpointer: Checkpointer
-    last_step: int
+    last_step: int  # that is done: the checkpoint's, 0 in a new run
     batches: Batches
     meter: Meter
     profiler: Profiler
 
 
 def build_all(config: Config, run: RunDir, env: Env, *, requested_config: Config, clock: StartupClock) -> Parts:
-    """Build a training run, each part after those that it needs.
-
-    Args:
-        config: with a concrete ``ac.mode``.
-        requested_config: as it was typed. Checkpoints carry its hash, so that ``ac=auto`` may resolve otherwise on the
-            device of a resume.
-    """
+    """Build a training run, each part after those that it needs. ``config`` has a concrete ``ac.mode``."""
     set_determinism(config)
     tokenizer = build_tokenizer(config, env)
     train_data = build_data(config, env, tokenizer, split="train")
@@ -118,6 +106,7 @@ def build_all(config: Config, run: RunDir, env: Env, *, requested_config: Config
     built = build_model(config, env, lap=clock.lap)
     optimizer = build_optimizer(config, env, built)
     train_step = build_train_step(config, env, built, optimizer)
+    # checkpoints carry the hash of what was typed: ac=auto may resolve otherwise on the devices of a resume
     checkpointer = build_checkpointer(requested_config, run, env)
     # before the batches: a checkpoint says where in the data they start
     last_step, data_state = training_state.restore(config, built.model, optimizer, checkpointer)
@@ -187,16 +176,14 @@ def transform(
         log=log,
         expert_mesh=dims.build_experts(env.device.type) if mesh is not None else None,
     )
+    # plugins shard and swap modules before a byte is allocated: no rank ever holds the whole model
     resolved = pipeline.resolve(config.pipeline.plugins, ctx)
     model, changes = pipeline.run(untransformed.to(ctx.param_dtype), resolved, ctx)
     return model, ctx, resolved, changes
 
 
 def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda part: None) -> BuiltModel:
-    """Build the model on meta, transform it, and give it memory and first values.
-
-    Args:
-        lap: called when the parts "build" and "materialise" of the start are done (``StartupClock.lap``).
+    """Build the model on meta, transform it, and give it memory and first values; ``lap`` as of ``StartupClock``.
 
     Raises:
         ConfigError: ``optim.master=split``, and no parameter is stored in bfloat16.
@@ -215,7 +202,7 @@ def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda
             key="optim.master",
             hint="optim.master=float32",
         )
-    synchronize(env.device)
+    synchronize(env.device)  # or the time of the kernels would be booked under the next part
     lap("materialise")
     return BuiltModel(model, masters, ctx, resolved, changes)
 
@@ -294,6 +281,7 @@ def build_optimizer(config: Config, env: Env, built: BuiltModel) -> AdamW:
         device=storage_device(config, env),
         remote_params=getattr(built.model, "elsewhere", None),
         fused=uses_fused_optimizer(config, ctx),
+        # with one backward a gradient is no sum, and needs no float32 buffer
         one_backward=ctx.accumulation == 1 and ctx.dims.pp == 1,
         compiled=config.compile.backend if config.compile.optimizer else "",
     )
@@ -319,7 +307,7 @@ def set_determinism(config: Config) -> None:
     torch.manual_seed(config.run.seed)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.benchmark = False  # it picks kernels by timing, which differs from run to run
 
 
 def build_checkpointer(config: Config, run: RunDir, env: Env) -> Checkpointer:

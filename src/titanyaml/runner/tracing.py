@@ -54,14 +54,10 @@ _COLLECTIVES = {
 
 @dataclass
 class StepWork:
-    """What one rank does in a step.
+    """What one rank does in a step."""
 
-    Args:
-        flops: of GEMMs, attention left out. comm: (axis, collective) to [count, bytes of the whole tensors].
-    """
-
-    flops: int = 0
-    comm: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    flops: int = 0  # of GEMMs; attention is left out, since a CPU's is another program
+    comm: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # (axis, op): [count, bytes of the whole]
 
     def add_collective(self, axis: str, op: str, num_bytes: float) -> None:
         """Count a collective."""
@@ -94,8 +90,8 @@ class _WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
                 axes = self.axes["exchanges" if name == "all_to_all_single" else func.namespace]
                 self.work.add_collective(axes[compat.group_name(args)], _COLLECTIVES[name], num_bytes)
         elif name in ("mm", "addmm"):
-            left, right = args[-2:]
-            self.work.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+            a_MK, b_KN = args[-2:]
+            self.work.flops += 2 * a_MK.shape[0] * a_MK.shape[1] * b_KN.shape[1]
         elif name in ("grouped_rows", "grouped_outer"):
             rows, (*_, outputs, inputs) = args[0].shape[0], args[1].shape
             outputs = args[0].shape[1] if name == "grouped_outer" else outputs
@@ -114,8 +110,8 @@ def _whole_bytes(name: str, args: tuple[Any, ...]) -> float:
     first: Tensor = args[0][0] if isinstance(args[0], list | tuple) else args[0]
     if name == "all_gather_into_tensor":  # of c10d_functional: (shard, group size, group)
         return first.numel() * first.element_size() * float(args[1])
-    whole: Tensor = args[1] if name == "_reduce_scatter_base_" else first
-    return whole.numel() * whole.element_size()
+    reduced: Tensor = args[1] if name == "_reduce_scatter_base_" else first
+    return reduced.numel() * reduced.element_size()
 
 
 @dataclass
@@ -161,7 +157,7 @@ class FakeRank:
 @contextmanager
 def fake_rank(config: Config, *, pipeline_rank: int = 0, context_rank: int = 0) -> Iterator[FakeRank]:
     """The first rank with these places in pipeline and sequence, among ranks that do not exist."""
-    num_ranks = world.count_ranks(config) or 1
+    num_ranks = world.count_ranks(config) or world.fixed_product(config.parallel)[0]
     dims = ParallelDims.resolve(config.parallel, num_ranks)
     rank = pipeline_rank * num_ranks // dims.pp + context_rank * dims.tp
     env = Env(rank, num_ranks, 0, torch.device("cpu"), "gloo")

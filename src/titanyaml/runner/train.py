@@ -47,12 +47,8 @@ def train(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
 
 
 def build_trainer(config: Config, run: RunDir, env: Env, *, clock: StartupClock | None = None) -> Trainer:
-    """Resolve ``ac=auto``, build every part of the run and say what is about to be trained.
-
-    Args:
-        clock: of the start so far; None: nothing was done before.
-    """
-    clock = clock or StartupClock()
+    """Resolve ``ac=auto``, build every part of the run and log what is about to be trained."""
+    clock = clock or StartupClock()  # a benchmark's began before, with its ceilings
     resolved_config, ac_choice = auto_ac.resolve(config, env)
     auto_ac.announce(ac_choice, run, env)
     parts = setup.build_all(resolved_config, run, env, requested_config=config, clock=clock)
@@ -65,13 +61,7 @@ def build_trainer(config: Config, run: RunDir, env: Env, *, clock: StartupClock 
 
 
 class Trainer:
-    """One training run; ``fit`` is the loop.
-
-    Args:
-        config: with a concrete ``ac.mode``. parts: all that is trained and trains.
-        clock: of the start of this rank. trackers: of the main rank.
-        ac_choice: how ``ac=auto`` was resolved; None where a mode was typed.
-    """
+    """One training run; ``fit`` is the loop. ``config`` has a concrete ``ac.mode``; the main rank has ``trackers``."""
 
     def __init__(
         self,
@@ -82,7 +72,7 @@ class Trainer:
         *,
         clock: StartupClock,
         trackers: tracker.Trackers | None,
-        ac_choice: AcChoice | None,
+        ac_choice: AcChoice | None,  # None where a mode was typed
     ) -> None:
         self.config, self.run, self.env = config, run, env
         self.clock, self.trackers, self.ac_choice = clock, trackers, ac_choice
@@ -153,6 +143,7 @@ class Trainer:
             result = self.train_step(batches, tokens=int(tokens), lr=lr)
             pipeline.after_step(self.built.model, self.built.resolved)
         self.step = step
+        # only now: ``_preempt`` above saves the state before the batch that it does not train
         self.data_state = self.batches.state()
         interval = config.validation.interval
         validates = step == config.train.steps or (interval and step % interval == 0)
@@ -168,7 +159,7 @@ class Trainer:
     def _record_step(self, result: StepResult, lr: float, validation_loss: float | None) -> None:
         """Log every ``train.log_every``-th step, validated steps and the last one."""
         step, config = self.step, self.config
-        self.last_record = {"loss": result.loss}
+        self.last_record = {"loss": result.loss}  # what ``fit`` returns if no record is due
         if validation_loss is None and step % config.train.log_every and step != config.train.steps:
             return
         record = {
@@ -184,6 +175,7 @@ class Trainer:
         self.last_record = record
         if self.trackers is not None:
             self.trackers.log(record)
+        # once: the plan is of the configuration, and does not change with the step
         if self.env.is_main and step >= plan_vs_measured.FIRST_STEP and not self.plan_compared:
             self.plan_compared = True
             if comparison := plan_vs_measured.compare(config, self.env, record):

@@ -26,17 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one step, equal on all ranks.
+    """Figures of one step, equal on all ranks."""
 
-    Args:
-        loss: mean over the valid tokens of all ranks (nats). grad_norm: before clipping. tokens: valid ones.
-        routing: figures of the routers of a mixture of experts (``Routing.end``).
-    """
-
-    loss: float
-    grad_norm: float
-    tokens: int
-    routing: dict[str, float] = field(default_factory=dict)
+    loss: float  # mean over the valid tokens of all ranks, in nats
+    grad_norm: float  # before clipping
+    tokens: int  # valid ones of all ranks
+    routing: dict[str, float] = field(default_factory=dict)  # of a mixture of experts (``Routing.end``)
 
 
 def valid_tokens(batches: Sequence[Batch]) -> int:
@@ -45,11 +40,7 @@ def valid_tokens(batches: Sequence[Batch]) -> int:
 
 
 def model_inputs(batch: Batch, device: torch.device, *, documents: bool) -> dict[str, Tensor | None]:
-    """A batch as keyword arguments of the model, on its device.
-
-    Args:
-        documents: whether the model masks by document; ids that nothing reads are not copied.
-    """
+    """A batch as keyword arguments of the model, on its device; ids of documents only where they are read."""
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
@@ -67,25 +58,18 @@ class TrainStep:
 
     The loss is a sum over tokens, divided once by the number of valid tokens of *all* ranks and microbatches, so that
     the gradient does not depend on how the batch is split.
-
-    Args:
-        max_norm: gradients are clipped to this norm; None: not at all.
-        documents: whether attention is masked by document.
-        adds_loss: whether this rank's loss is added up (``ParallelDims.adds_loss``): tp peers hold the same one.
-        routing: of a mixture of experts, else None.
-        square_sum: see ``norm.grad_norm``.
     """
 
     model: nn.Module
     optimizer: AdamW
     _: KW_ONLY
     loss_fn: CrossEntropy
-    max_norm: float | None
-    documents: bool
+    max_norm: float | None  # gradients are clipped to it; None: not at all
+    documents: bool  # whether attention is masked by document
     env: Env
-    adds_loss: bool = True
-    routing: Routing | None = None
-    square_sum: Callable[[Sequence[Tensor]], Tensor] | None = None
+    adds_loss: bool = True  # whether this rank's loss is added up: tp peers hold the same one
+    routing: Routing | None = None  # of a mixture of experts
+    square_sum: Callable[[Sequence[Tensor]], Tensor] | None = None  # see ``norm.grad_norm``
 
     def __call__(self, batches: Sequence[Batch], *, tokens: int, lr: float) -> StepResult:
         """Train on this rank's microbatches.
@@ -117,6 +101,7 @@ class TrainStep:
                 hint="a lower optim.lr, longer schedule.warmup_steps, or resume from an earlier checkpoint",
             )
         with record_function(UPDATE):
+            # clipped inside the update: scaling gradients first would be one more pass, and round bfloat16 ones
             clip = None if self.max_norm is None else norm.clip_factor(grad_norm, self.max_norm)
             self.optimizer.step(lr, clip=clip)
         self.optimizer.zero_grad()
@@ -131,6 +116,6 @@ class TrainStep:
             return self.model.runtime.train(list(inputs), loss_fn=self.loss_fn, divisor=max(tokens, 1))
         for microbatch in inputs:
             loss = self.model(**microbatch, loss_fn=self.loss_fn)
-            (loss / max(tokens, 1)).backward()
+            (loss / max(tokens, 1)).backward()  # a batch of ignored labels alone has no tokens, and a loss of 0
             total += loss.detach()
         return total

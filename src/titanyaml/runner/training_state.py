@@ -35,7 +35,7 @@ def restore(
     path = _resume_path(config, checkpointer)
     if path is None:
         return 0, None
-    state = checkpoint_state(model, optimizer)
+    state = checkpoint_state(model, optimizer)  # read into in place, shard by shard
     meta = checkpointer.load(path, state)
     optimizer.load(state["model"])
     return meta["step"], meta["data"]

@@ -39,25 +39,21 @@ class MemoryLimit(NamedTuple):
 
 @dataclass(frozen=True)
 class AcOption:
-    """One way to recompute: the overrides to type, planned peak memory and step time, whether it fits."""
+    """One way to recompute, as planned."""
 
-    typed: str
-    memory_gib: float
+    typed: str  # overrides
+    memory_gib: float  # peak
     step_s: float
     fits: bool
 
 
 @dataclass(frozen=True)
 class AcChoice:
-    """What was chosen, and among what.
+    """What was chosen, and among what."""
 
-    Args:
-        ac: the concrete section. plan: the plan with it. options: the fastest first.
-    """
-
-    ac: ActivationCheckpointing
-    plan: Plan
-    options: list[AcOption]
+    ac: ActivationCheckpointing  # concrete
+    plan: Plan  # with it
+    options: list[AcOption]  # the fastest first
     limit: MemoryLimit
 
     @property
@@ -109,18 +105,14 @@ def memory_limit(config: Config, *, device_gib: float | None) -> MemoryLimit:
 
 
 def choose(config: Config, job: Job, limit: MemoryLimit) -> AcChoice:
-    """Plan every way to recompute; choose the fastest that fits, else the one of the least memory.
-
-    Args:
-        job: of ``config``, on the device where it will run.
-    """
+    """The fastest way to recompute that fits, else the one of the least memory, for ``job`` of ``config``."""
     planned: list[tuple[AcOption, ActivationCheckpointing, Plan]] = []
     blocks = set(job.shape.blocks)
     for ac in _sections(config, job, limit.gib):
         plan = plan_job(replace(job, ac=ac.mode, ac_every=ac.every, ac_budget=ac.budget, ac_keep=ac.keep_products))
         gib, seconds = _gib(plan.memory), plan.step.seconds
         if ac.mode == "memory_budget" and not any(operators.recomputed(plan.job, block) for block in blocks):
-            seconds = min(seconds, _BUDGET_TIME * planned[0][0].step_s)
+            seconds = min(seconds, _BUDGET_TIME * planned[0][0].step_s)  # the first one planned is "none"
         planned.append((AcOption(override(ac), gib, seconds, gib <= limit.gib), ac, plan))
     planned.sort(key=lambda entry: entry[0].step_s)  # stable: less recomputation first where times are equal
     fitting = [entry for entry in planned if entry[0].fits]
@@ -130,7 +122,7 @@ def choose(config: Config, job: Job, limit: MemoryLimit) -> AcChoice:
 
 def concrete(config: Config, choice: AcChoice) -> Config:
     """``config`` with the chosen mode, in its section and in the plugin's node."""
-    nodes = copy.deepcopy(config.pipeline.plugins)
+    nodes = copy.deepcopy(config.pipeline.plugins)  # ``config`` is what was typed, and stays so
     names = ("mode", "every", "budget", "keep_products", "memory_gib")
     nodes["ac"] |= {name: getattr(choice.ac, name) for name in names}
     return replace(config, ac=choice.ac, pipeline=replace(config.pipeline, plugins=nodes))
@@ -170,7 +162,7 @@ def _sections(config: Config, job: Job, limit_gib: float) -> list[ActivationChec
     sections = [replace(base, mode="none")]
     if job.compiled and config.compile.backend == "inductor":  # other backends ignore the budget
         sections.append(replace(base, mode="memory_budget", budget=BUDGET))
-    sections += [replace(base, mode="selective_layer", every=every) for every in _periods(job)]
+    sections += [replace(base, mode="selective_layer", every=period) for period in _periods(job)]
     sections += [replace(base, mode="selective_op", keep_products=share) for share in _shares(job, limit_gib)]
     return [*sections, replace(base, mode="full")]
 
@@ -179,8 +171,8 @@ def _periods(job: Job) -> list[int]:
     """Values of ``ac.every``, the longest first; of several that recompute equally many blocks, the shortest."""
     layers = job.shape.num_layers
     shortest: dict[int, int] = {}  # by number of recomputed blocks
-    for every in range(2, layers + 1):
-        shortest.setdefault(-(-layers // every), every)
+    for period in range(2, layers + 1):
+        shortest.setdefault(-(-layers // period), period)
     return sorted(shortest.values(), reverse=True)
 
 
@@ -188,8 +180,8 @@ def longest_period(job: Job, limit_gib: float) -> int | None:
     """The longest ``ac.every`` that fits; None where none does."""
     periods = _periods(job)  # memory falls along them: bisection finds the first that fits
 
-    def fits(every: int) -> bool:
-        return not _exceeds(replace(job, ac="selective_layer", ac_every=every), limit_gib)
+    def fits(period: int) -> bool:
+        return not _exceeds(replace(job, ac="selective_layer", ac_every=period), limit_gib)
 
     index = bisect.bisect_left(periods, True, key=fits)
     return periods[index] if index < len(periods) else None
@@ -203,6 +195,7 @@ def largest_share(job: Job, limit_gib: float) -> float | None:
 
 def _shares(job: Job, limit_gib: float) -> list[float]:
     """Of ``ac.keep_products``: the next above the largest that fits, that one, and 0.5, the larger ones first."""
+    # the next above shows in the table of options how narrowly it was missed
     first_over, default = _first_over(job, limit_gib), job.shape.num_layers
     half_blocks = {first_over - 1, first_over, default} & set(range(2 * job.shape.num_layers + 1))
     return [_share(job, number) for number in sorted(half_blocks, reverse=True)]
@@ -210,7 +203,7 @@ def _shares(job: Job, limit_gib: float) -> list[float]:
 
 def _share(job: Job, half_blocks: int) -> float:
     """``ac.keep_products`` that keeps so many half blocks of GEMM outputs."""
-    return round(half_blocks / (2 * job.shape.num_layers), 4)
+    return round(half_blocks / (2 * job.shape.num_layers), 4)  # as it is typed; the plugin rounds to half blocks
 
 
 def _first_over(job: Job, limit_gib: float) -> int:

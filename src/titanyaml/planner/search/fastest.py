@@ -54,18 +54,13 @@ class RankedConfig:
 
 @dataclass
 class SearchResult:
-    """What a search found so far.
+    """What a search found so far."""
 
-    Args:
-        best: the fastest first. tried: configurations; of them legal: by the rules; of these fitted: by memory.
-        refused: how many each problem refused. phase: what the search is at.
-    """
-
-    best: list[RankedConfig] = dataclasses.field(default_factory=list)
+    best: list[RankedConfig] = dataclasses.field(default_factory=list)  # the fastest first
     tried: int = 0
-    legal: int = 0
-    fitted: int = 0
-    refused: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    legal: int = 0  # of those tried: the rules allow them
+    fitted: int = 0  # of those legal: the memory is enough
+    refused: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by problem
     phase: str = ""
 
 
@@ -75,10 +70,8 @@ Progress = Callable[[SearchResult], None]
 def find_fastest(config: Config, tried: Space, show_progress: Progress = lambda result: None) -> SearchResult:
     """Plan candidates around ``config``, on its number of ranks, or that of the meshes that are given.
 
-    A step has ``train.global_batch`` sequences, else ``train.local_batch`` for each rank.
-
-    Args:
-        show_progress: is called with the result so far, thousands of times.
+    A step has ``train.global_batch`` sequences, else ``train.local_batch`` for each rank. ``show_progress`` is called
+    with the result so far, thousands of times.
 
     Raises:
         ConfigError: the device, the links or the model are not known well enough.
@@ -90,16 +83,11 @@ def find_fastest(config: Config, tried: Space, show_progress: Progress = lambda 
 
 @dataclass(frozen=True)
 class _Cell:
-    """A cell of a space with one choice of kernels.
-
-    Args:
-        is_typed: whether the kernels were typed, or are as configured. least_seconds: lower bound of the seconds of a
-            token and device, however the cell recomputes.
-    """
+    """A cell of a space with one choice of kernels."""
 
     values: Values
-    is_typed: bool
-    least_seconds: float
+    is_typed: bool  # kernels as typed, else as configured; False: our own, unasked
+    least_seconds: float  # lower bound for a token and device, however the cell recomputes
 
 
 @dataclass(frozen=True)
@@ -126,11 +114,7 @@ class _Search:
         self.modes, self._lowest_bound = space.usual_modes(tried), math.inf
 
     def coarse_pass(self) -> list[_Cell]:
-        """Try every cell with kernels as typed and the usual ways to recompute.
-
-        Returns:
-            The cells for the fine passes, with typed kernels and with our own.
-        """
+        """Try every cell with kernels as typed and the usual ways to recompute; return cells for the fine passes."""
         self.result.phase = "every mesh and batch"
         cells: list[_Cell] = []
         fitting: list[_LegalConfig] = []
@@ -161,11 +145,7 @@ class _Search:
                 self._time(config)
 
     def _fine_cells(self, cell: Values, legal: list[Values], *, fits: bool) -> list[_Cell]:
-        """What the fine passes try of a cell.
-
-        Args:
-            legal: with typed kernels. fits: whether any way to recompute fitted with them.
-        """
+        """What the fine passes try of a cell: it is ``legal`` with typed kernels, and ``fits`` or not with these."""
         # Full recomputation was among the usual ways: if it did not fit, no step between them does.
         hopeless = not fits and "full" in self.space.ac
         cells = [] if hopeless else [_Cell(values, True, self._bound(values)) for values in legal]
@@ -177,8 +157,8 @@ class _Search:
         return cells
 
     def _own_kernels_fit(self, values: Values) -> bool:
-        """Whether own kernels fit where typed ones do not: only split masters spare memory, the kernels themselves do
-        not."""
+        """Whether own kernels fit where typed ones do not."""
+        # only split masters spare memory; the kernels keep more, not less
         if values["optim.master"] == self.config.optim.master:
             return False
         job = self._job(values | {"ac.mode": "full"})
@@ -191,8 +171,8 @@ class _Search:
         return _least_seconds(self._job(values | {"ac.mode": "none"}))
 
     def fine_passes(self, cells: list[_Cell]) -> None:
-        """Try cells that can be among the best: own kernels with the usual ways to recompute, then all kernels with
-        fine steps. The first pass raises what the second has to be faster than."""
+        """Try cells that can be among the best, with own kernels, then with fine steps of recomputation."""
+        # in this order: what own kernels reach is what every fine step then has to be faster than
         cells = sorted(cells, key=lambda cell: cell.least_seconds)
         self._fine_pass("own products", ((cell, self.modes) for cell in cells if not cell.is_typed))
         self._fine_pass("steps of recomputation", ((cell, self._fine_steps(cell.values)) for cell in cells))
@@ -205,20 +185,18 @@ class _Search:
                 break
             self.show_progress(self.result)
             for values in (cell.values | mode for mode in modes):
-                if self._is_slower(_least_seconds(self._job(values))):
+                if self._is_slower(_least_seconds(self._job(values))):  # recomputation raises the bound of its cell
                     continue
                 config = self._check(values)
                 if config and config.fits:
                     self._time(config)
 
     def _fine_steps(self, values: Values) -> Iterator[Values]:
-        """Recomputation between the usual ways: of each mode with steps, as little as fits.
-
-        The steps leave RESERVE free, as ``ac=auto`` does: a share that is chosen to fill the memory leaves none by
-        chance. None where no recomputation is needed.
-        """
+        """Recomputation between the usual ways, where any is needed: of each mode with steps, as little as fits."""
+        # RESERVE stays free, as with ac=auto: the usual ways leave memory by chance, a share that fills it leaves none
         job = self._job(values | {"ac.mode": "none"})
         limit = _limit_gib(job) * (1 - choose_ac.RESERVE)
+        # ac=auto is refused for mixtures: none was measured
         if job.shape.mixture or ("none" in self.space.ac and _gib(memory.plan_memory(job)) <= limit):
             return
         if "selective_op" in self.space.ac and self.space.keep_products is None:
@@ -236,6 +214,7 @@ class _Search:
         """Ask the rules, plan the memory; None where it is not legal."""
         self.result.tried += 1
         self.show_progress(self.result)
+        # the time comes last: it takes five times as long as rules and memory, and few candidates need it
         variant = self.variants.config(values)
         if problem := self.variants.problem(values, variant):
             self.result.refused[problem] += 1
@@ -259,11 +238,9 @@ class _Search:
 
 
 def _least_seconds(job: Job) -> float:
-    """Lower bound of the seconds of a token and device.
-
-    It counts a rank's share of the blocks' own work, a pipeline's idle time, and the wait for the slowest host, which a
-    plan adds in proportion to that work. Transfers, the ends of the model and the optimizer only add to it.
-    """
+    """Lower bound of the seconds of a token and device."""
+    # A rank's share of the blocks' own work, a pipeline's idle time, and the wait for the slowest host, which a plan
+    # adds in proportion to that work. FSDP's transfers, the ends of the model and the optimizer only come on top.
     idle = job.bubble or 0.0
     if job.mesh.pp > 1 and job.bubble is None:
         idle = step.BUBBLES[job.schedule](job.mesh.pp, job.stages_per_rank)

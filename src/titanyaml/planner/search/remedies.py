@@ -38,17 +38,12 @@ _Sort = tuple[frozenset[str], frozenset[str]]
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change after which a configuration fits.
+    """A change after which a configuration fits."""
 
-    Args:
-        typed: overrides to add to the command. tps: tokens/s of a device with it. slowdown: share of the speed that it
-            costs, negative where it gains. devices: that it takes. kinds: of change.
-    """
-
-    typed: str
-    tps: float
-    slowdown: float
-    devices: int
+    typed: str  # overrides to add to the command
+    tps: float  # tokens/s of a device with it
+    slowdown: float  # share of the speed that it costs, negative where it gains
+    devices: int  # that it takes
     kinds: tuple[str, ...]
 
 
@@ -86,11 +81,11 @@ def find_remedies(
         return Remedies([])
     trials = _Trials(config, limit_gib or plan.limit_gib, hardware, cluster)
     levers = remedy_candidates.levers(config)
-    trials.try_all(itertools.chain.from_iterable(levers))
+    trials.try_all(itertools.chain.from_iterable(levers))  # all of a kind: the mildest that fits is the cheapest
     pairs = (itertools.product(*two_kinds) for two_kinds in itertools.combinations(levers, 2))
     trials.try_all(first.joined(second) for first, second in itertools.chain.from_iterable(pairs))
     strongest = [candidates[-1] for candidates in levers]
-    if len(trials.kinds) < NUM_NAMED:
+    if len(trials.kinds) < NUM_NAMED:  # only the strongest of each kind: all triples would be thousands
         triples = itertools.combinations(strongest, 3)
         trials.try_all(first.joined(second).joined(third) for first, second, third in triples)
     trials.try_meshes(remedy_candidates.meshes(config), strongest)
@@ -128,11 +123,7 @@ class _Trials:
             self.fits(candidate)
 
     def try_meshes(self, meshes: Iterable[Candidate], strongest: Sequence[Candidate]) -> int:
-        """Plan each mesh with the fewest of the strongest changes that make it fit.
-
-        Returns:
-            How many kinds of change fit that did not before.
-        """
+        """Plan each mesh with the fewest of the strongest changes that make it fit; returns how many kinds are new."""
         num_kinds = len(self.kinds)
         for mesh in meshes:
             extras = [candidate for candidate in strongest if candidate.kinds & _WITH_MESH]
@@ -166,11 +157,9 @@ class _Trials:
         return True
 
     def fastest(self, sort: _Sort, plan: Plan, number: int) -> list[Remedy]:
-        """The ``number`` fastest of one sort, beside ``plan``.
-
-        Timing takes longer than checking memory. So they are timed in the order of a bound that no candidate can be
-        faster than, until none that is left can be among the fastest.
-        """
+        """The ``number`` fastest of one sort, compared with ``plan``."""
+        # Timing is the slow part. So they are timed in the order of an upper bound of their speed, until none that is
+        # left can be among the fastest.
         bounded = sorted(
             (
                 (job.tokens_per_step / job.mesh.world_size / step.least_seconds(job), typed, job, planned)
@@ -188,14 +177,14 @@ class _Trials:
         return fastest
 
 
-def _combined(mesh: Candidate, others: Iterable[Candidate]) -> Candidate:
+def _combined(mesh: Candidate, changes: Iterable[Candidate]) -> Candidate:
     """A mesh with other changes. It keeps the sequences of its own step, and resets what it does not read."""
-    for other in others:
-        if "batch" in other.kinds:
-            local_batch = {"train.local_batch": other.values["train.local_batch"]}
-            mesh = Candidate(mesh.kinds | other.kinds, mesh.values | local_batch)
+    for change in changes:
+        if "batch" in change.kinds:
+            local_batch = {"train.local_batch": change.values["train.local_batch"]}
+            mesh = Candidate(mesh.kinds | change.kinds, mesh.values | local_batch)
         else:
-            mesh = other.joined(mesh)
+            mesh = change.joined(mesh)
     return mesh
 
 

@@ -30,30 +30,21 @@ LONGEST_AXES = {"cp": 8, "pp": 16}
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried.
+    """What is tried. None: all that the configuration and the device allow."""
 
-    Args:
-        meshes: degrees, all others 1; None: every product of divisors. axes: the only degrees of an axis.
-        ac: modes; selective_layer has a period, and is tried among the fine steps unless it is asked for.
-        local_batch: None: every divisor of a data rank's sequences.
-        gather: whether FSDP gathers float8; None: both where it can.
-        product, master: None: as configured, and our own GEMM kernels, with split masters too, where they can run.
-        keep_products: None: as configured, and the largest share that fits.
-        typed: dotted keys that the user gave; of those not in ``CHOSEN_KEYS`` none may be left unread.
-    """
-
-    meshes: tuple[dict[str, int], ...] | None = None
-    axes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    meshes: tuple[dict[str, int], ...] | None = None  # degrees; None: every product of divisors
+    axes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # the only degrees of an axis
+    # selective_layer has a period, and is tried among the fine steps unless it is asked for
     ac: tuple[str, ...] = ("none", "memory_budget", "selective_layer", "selective_op", "full")
     quant: tuple[str, ...] = ("none", "float8_tensorwise", "float8_rowwise")
-    gather: tuple[bool, ...] | None = None
-    product: tuple[str, ...] | None = None
-    master: tuple[str, ...] | None = None
-    keep_products: tuple[float, ...] | None = None
-    local_batch: tuple[int, ...] | None = None
+    gather: tuple[bool, ...] | None = None  # whether FSDP gathers float8
+    product: tuple[str, ...] | None = None  # float8 GEMM kernels; None: as configured, and our own
+    master: tuple[str, ...] | None = None  # None: as configured, and split ones with our own kernels
+    keep_products: tuple[float, ...] | None = None  # None: as configured, and the largest share that fits
+    local_batch: tuple[int, ...] | None = None  # None: every divisor of a data rank's sequences
     schedule: tuple[str, ...] = ("1F1B", "Interleaved1F1B")
     async_tp: tuple[bool, ...] = (False, True)
-    typed: frozenset[str] = frozenset()
+    typed: frozenset[str] = frozenset()  # keys that the user gave: a candidate that does not read one is refused
 
 
 def cells(config: Config, space: Space) -> Iterator[Values]:

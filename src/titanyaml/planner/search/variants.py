@@ -33,14 +33,11 @@ UNREAD = "is typed, and nothing would read it"
 
 @dataclass
 class _Answers:
-    """A tree of what a rule answered: the key that it reads next, and a branch for each value; at a leaf, its answer.
+    """A tree of what a rule answered: given the values read so far, the next key that it reads is always the same."""
 
-    Given the values read so far, the next key that a rule reads is always the same.
-    """
-
-    key: str = ""
+    key: str = ""  # that it reads next; "" at a leaf
     branches: dict[Any, _Answers] = field(default_factory=dict)
-    problem: str = ""
+    problem: str = ""  # at a leaf
 
 
 class Variants:
@@ -140,9 +137,9 @@ def _by_section(values: Values) -> dict[str, dict[str, Any]]:
 
 def default_of(key: str) -> Any:
     """The schema's default of a dotted key."""
-    found = find_key(key)
-    assert found is not None, key
-    return found.default
+    schema_key = find_key(key)
+    assert schema_key is not None, key
+    return schema_key.default
 
 
 def _section_of(config: Config, key: str) -> Any:
