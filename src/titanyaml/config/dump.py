@@ -94,7 +94,7 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, An
 
 
 def changes_since(path: Path, config: schema.Config) -> dict[str, tuple[Any, Any]]:
-    """How ``config`` differs from the config.yaml at ``path``, apart from run.id and run.dir; ConfigError if the file is no
+    """How ``config`` differs from the config.yaml at ``path``, run.id and run.dir apart; ConfigError if the file is no
     configuration of this version."""
     try:
         old = load(path, run_id=config.run.id, run_dir=config.run.dir)
