@@ -111,6 +111,7 @@ def compile_module(module: nn.Module, *, backend: str, cuda_graphs: bool, explai
     module.compile(backend=backend, fullgraph=True, dynamic=False, options=options)
     compiled = module._compiled_call_impl
     assert compiled is not None, "module.compile sets the call"
+    compat.warn_if_untried("compile.mode", TRIED_TORCH)
     # monkeypatch: _compiled_call_impl of this module, to translate errors. May go when torch lets a caller handle them.
     module._compiled_call_impl = _translate_errors(compiled, explain)
 
