@@ -3,10 +3,7 @@
 A plain loss holds the logits, their float32 copy and its gradient at once: tokens * vocabulary * 10 bytes, 21 GB for
 16,384 tokens of Llama 3. Here the logits of one chunk of tokens are formed, turned into losses and immediately into
 gradients of the hidden states and of the head's weight, then freed. The backward pass only scales those gradients.
-
-``torch_chunks.py`` does that with PyTorch operators and float32 logits, ``triton_chunks.py`` with the fused kernel and
-logits in the dtype of the hidden states. The head's weight may be a DTensor whose vocabulary rows are sharded over one
-mesh axis: each rank then forms the logits of its own rows, and the softmax is normalised over all ranks.
+Where the head's weight is sharded by vocabulary rows, each rank forms the logits of its own rows.
 
 Shapes: B batch, S sequence, N = B*S tokens, C tokens of a chunk, D model width, V vocabulary rows on this rank.
 """
@@ -157,6 +154,7 @@ def chunked_cross_entropy(
         grad_hidden_ND=hidden_ND.new_empty(hidden_ND.shape) if hidden_needs_grad else None,
         head=HeadGradient(weight_VD) if weight_needs_grad else None,
     )
+    # the same loop twice: the kernel overwrites bfloat16 logits, PyTorch's operators need float32 ones
     loss = triton_chunks.sum_losses(task) if fused else torch_chunks.sum_losses(task, compiled)
     grad_weight_VD = weight_VD.new_empty(0) if task.head is None else task.head.rounded()
     return loss, hidden_ND.new_empty(0) if task.grad_hidden_ND is None else task.grad_hidden_ND, grad_weight_VD
@@ -207,6 +205,5 @@ def _flops(
     *_: Any,
     **__: Any,
 ) -> int:
-    """FLOPs of the projection and of a GEMM per gradient, as ``torch.utils.flop_counter`` counts visible ones."""
-    num_gemms = 1 + hidden_needs_grad + weight_needs_grad
+    num_gemms = 1 + hidden_needs_grad + weight_needs_grad  # the projection, and one per gradient
     return 2 * hidden_shape[0] * weight_shape[0] * weight_shape[1] * num_gemms

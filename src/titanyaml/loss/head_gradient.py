@@ -1,8 +1,6 @@
 """Gradient of the head's weight: the sum over chunks in float32, rounded once at the end.
 
-At Llama 3's 128,256 x 4096 the float32 sum is 2.0 GiB and the bfloat16 result 1.0 GiB. The sum is kept in two tensors
-of half the rows. The bfloat16 result is as large as one of them, so both are rounded into the memory of the first and
-the second is freed: the result never stands beside the whole sum, and does not retain its memory until backward.
+The sum is kept in two tensors of half the rows, and rounded into the memory of the first.
 """
 
 from __future__ import annotations
@@ -43,7 +41,9 @@ class HeadGradient:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         if self.dtype == self.wide_dtype:
             return sums[0]
-        # two halves in half the bytes fill exactly the first half's memory
+        # At Llama 3's 128,256 x 4096 the float32 sum is 2.0 GiB and the bfloat16 result 1.0 GiB: as large as one half.
+        # Rounded into the first half, the result never stands beside the whole sum, and the second half is freed now
+        # and not after the backward pass.
         assert self.dtype.itemsize * 2 == self.wide_dtype.itemsize
         result = sums[0].view(-1).view(self.dtype)[: self.shape.numel()]
         end = 0

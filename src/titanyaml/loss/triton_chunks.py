@@ -1,9 +1,5 @@
 """The loss of all chunks with the fused Triton kernel, which overwrites a chunk's logits with their gradient.
 
-Logits keep the dtype of the hidden states. A bfloat16 logit is rounded before the softmax: it is off by at most 2^-9 of
-itself, so a token's loss by at most 2^-8 of its largest absolute logit. The roundings are unbiased and average out over
-tokens. In return logits and gradient share 2 bytes per entry, where ``torch_chunks.py`` needs 10.
-
 Shapes as in ``cross_entropy.py``; K buffers.
 """
 
@@ -29,7 +25,9 @@ def sum_losses(task: LossTask) -> Tensor:
     losses_N = torch.empty(hidden_ND.shape[0], dtype=torch.float32, device=hidden_ND.device)
     num_rows = task.weight_VD.shape[0]
     for chunk, logits_CV, parts in _chunk_logits(task):
-        # from here on logits_CV holds the gradient by the logits
+        # Logits keep the dtype of the hidden states, and the kernel overwrites them: 2 bytes per entry, where
+        # ``torch_chunks.py`` needs 10. A bfloat16 logit is off by at most 2^-9 of itself, so a token's loss by at most
+        # 2^-8 of its largest absolute logit. The roundings are unbiased and average out over tokens.
         if parts is None:
             losses_N[chunk] = cross_entropy_(
                 logits_CV, labels_N[chunk], ignore_index=task.ignore_index, gradient=task.needs_grad
@@ -54,11 +52,9 @@ def sum_losses(task: LossTask) -> Tensor:
 
 
 def _chunk_logits(task: LossTask) -> Iterator[_ChunkLogits]:
-    """Yield each chunk's logits, valid until the next chunk is requested.
-
-    With a sharded weight the all-gather of a chunk's parts (log-sum-exp and label logit, a few kilobytes) runs while
-    the next chunk's logits are formed in a second buffer: its latency is hidden.
-    """
+    """Yield each chunk's logits, valid until the next chunk is requested."""
+    # With a sharded weight the all-gather of a chunk's parts (log-sum-exp and label logit, a few kilobytes) runs while
+    # the next chunk's logits are formed in a second buffer: its latency is hidden.
     if not task.group.name:
         return _start_chunks(task)
     # pairwise yields a chunk only after its successor was started

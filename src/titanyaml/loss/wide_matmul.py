@@ -1,9 +1,6 @@
 """GEMMs of narrow (bfloat16) operands whose result is float32.
 
-On CUDA the tensor cores accumulate in float32 anyway and write that result directly (``out_dtype``): it is neither
-rounded to bfloat16 nor cast in a second pass. A CPU has no such GEMM, so operands or results are cast there.
-
-Shapes as in ``cross_entropy.py``. The caller reaches these functions through the module, so that they can be replaced.
+Shapes as in ``cross_entropy.py``. Callers reach these functions through the module, so that tests can replace them.
 """
 
 from __future__ import annotations
@@ -14,6 +11,8 @@ from torch import Tensor
 
 def project(hidden_CD: Tensor, weight_VD: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Logits hidden_CD @ weight_VD^T in ``dtype``."""
+    # Tensor cores accumulate in float32 anyway. With ``out_dtype`` they write that: the result is neither rounded to
+    # bfloat16 nor cast in a second pass. A CPU has no such GEMM, so that operands or results are cast there.
     if hidden_CD.is_cuda and hidden_CD.dtype != dtype:
         return torch.mm(hidden_CD, weight_VD.t(), out_dtype=dtype)
     return (hidden_CD @ weight_VD.t()).to(dtype)

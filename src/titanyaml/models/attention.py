@@ -50,14 +50,11 @@ def document_mask(documents_BT: Tensor, rows_S: Tensor | None = None, *, dtype: 
         documents_BT: int64 document of every position.
         rows_S: positions of the queries; None: all.
         dtype: of queries and keys.
-
-    Returns:
-        A BlockMask for FlexAttention on a GPU, else bool [B, 1, S, T].
     """
     batch, length = documents_BT.shape
     if rows_S is None:
         rows_S = torch.arange(length, device=documents_BT.device)
-    # FlexAttention has no backward pass on a CPU and does not take float64: these get a dense mask.
+    # FlexAttention has no backward pass on a CPU and does not take float64: these get bool [B, 1, S, T].
     if documents_BT.is_cuda and dtype != torch.float64:
 
         def may_attend(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

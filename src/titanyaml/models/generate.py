@@ -51,35 +51,27 @@ def generate(
         raise DataError(
             f"prompt id {invalid[0]} is outside the vocabulary of {model.facts.vocab_size} ids", key="model.vocab_size"
         )
-    # A generator function would raise these errors at its first ``next``; this one raises when called.
-    return _generate(model, tokens, max_new_tokens, temperature, top_k, generator, frozenset(stop_ids))
 
+    @torch.no_grad()
+    def new_ids() -> Iterator[int]:
+        device = next(model.parameters()).device
+        # the last new token is never fed back, so that it needs no position
+        cache = KVCache(len(tokens) + max_new_tokens - 1)
+        unread = tokens  # the whole prompt at first, then one token a forward: the cache holds the others
+        for _ in range(max_new_tokens):
+            logits_BV = model(torch.tensor([unread], device=device), loss_fn=_last_logits, cache=cache)
+            token = _choose(logits_BV[0], temperature, top_k, generator)
+            if token in stop_ids:
+                return
+            yield token
+            unread = [token]
 
-@torch.no_grad()
-def _generate(
-    model: Decoder,
-    tokens: list[int],
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator | None,
-    stop_ids: frozenset[int],
-) -> Iterator[int]:
-    device = next(model.parameters()).device
-    # the last new token is never fed back, so that it needs no position
-    cache = KVCache(len(tokens) + max_new_tokens - 1)
-    new_tokens = tokens
-    for _ in range(max_new_tokens):
-        logits_BV = model(torch.tensor([new_tokens], device=device), loss_fn=_last_logits, cache=cache)
-        token = _choose(logits_BV[0], temperature, top_k, generator)
-        if token in stop_ids:
-            return
-        yield token
-        new_tokens = [token]
+    # Were this function a generator itself, it would raise its errors at the first ``next``, not when called.
+    return new_ids()
 
 
 def _last_logits(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor | None) -> Tensor:
-    """Logits of the last position: those of the other prompt tokens predict ids that are given."""
+    # of the last position only: the other positions of a prompt predict ids that are given
     return F.linear(hidden_BSD[:, -1], weight_VD)
 
 

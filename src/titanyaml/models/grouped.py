@@ -1,6 +1,5 @@
 """Grouped GEMM: rows sorted into groups, each group with its own matrix. It computes a mixture's experts.
 
-On a GPU in bfloat16 it is torch's grouped GEMM, one kernel. Elsewhere it is a loop over the groups.
 Shapes: M rows, sorted by group; E groups; I, O features in and out.
 """
 
@@ -29,6 +28,7 @@ def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor
     Returns:
         [M, O] in x's dtype. Gradients of empty groups are zeros.
     """
+    # one kernel on a GPU in bfloat16; elsewhere a loop over the groups
     if kernel_supports(x_MI, weight_EOI):
         return compat.grouped_mm(x_MI, weight_EOI.transpose(1, 2), counts_E.cumsum(0).to(torch.int32))
     return _apply(x_MI, weight_EOI, counts_E)

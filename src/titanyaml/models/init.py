@@ -1,8 +1,6 @@
 """Give a model on meta its memory and initial values, the same on every mesh.
 
-Every value depends on seed and parameter name alone, not on the mesh, the order of construction or other parameters: a
-run on another mesh starts from the same weights, and adding a parameter changes no other. Each rank draws the whole
-tensor from a generator of that name and keeps its slice. Each of stacked experts has its own generator.
+Every value depends on seed and parameter name alone: not on the mesh, the order of construction or other parameters.
 """
 
 from __future__ import annotations
@@ -98,6 +96,8 @@ def _initial_value(name: str, parameter: Tensor, *, spec: Model, device: torch.d
     std = initial_std(name, spec)
     if ".experts." in name and std is not None:
         return _stacked_value(name, parameter, std=std, device=device, seed=seed)
+    # Each rank draws the whole tensor and keeps its slice: values are those of any other mesh. Each name has its own
+    # generator: to add, remove or reorder parameters changes no other value.
     value = torch.empty(parameter.shape, dtype=torch.float32, device=device)
     if std is not None:
         value.normal_(0.0, std, generator=rng.generator(seed, "init", name, device=device))
@@ -110,7 +110,8 @@ def _initial_value(name: str, parameter: Tensor, *, spec: Model, device: torch.d
 
 
 def _stacked_value(name: str, parameter: Tensor, *, std: float, device: torch.device, seed: int) -> Tensor:
-    """The value of stacked matrices [E, ...], each from its own generator: a rank draws only those of its experts."""
+    """The value of stacked matrices [E, ...]."""
+    # each expert has its own generator: a rank draws only its experts, and their number changes no value
     experts = range(parameter.shape[0])
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, list(parameter.placements)

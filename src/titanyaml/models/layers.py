@@ -37,13 +37,11 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """x @ weight^T + bias, computed by ``product(x, weight, bias)``.
+    """x @ weight^T + bias, computed by ``product(x, weight, bias)``."""
 
-    Low-precision plugins replace ``product`` rather than the layer, so that module classes and parameter names stay.
-    It is called with plain tensors, the whole weight or a rank's shard of it, and knows nothing of meshes. It may have
-    a method ``operand(x)`` that prepares the input once for several layers, see ``shared``.
-    """
-
+    # Low-precision plugins replace ``product`` and not the layer: classes and parameter names stay, and tensor
+    # parallelism may change the class. It is called with plain tensors, whole weights or a rank's shards, and may have
+    # a method ``operand(x)`` that prepares the input of several layers, see ``shared``.
     product: Callable[..., Tensor] = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,10 +49,8 @@ class Linear(nn.Linear):
 
 
 def shared(x: Tensor, *layers: Linear) -> Any:
-    """``x`` as the input of several layers; where they share a product with a method ``operand``, the result of that.
-
-    So an input is cast to float8 once, not once per layer.
-    """
+    """``x`` as the input of several layers; where they share a product with ``operand``, what that makes of ``x``."""
+    # so an input of several float8 layers is cast once
     product = layers[0].product
     prepare = getattr(product, "operand", None)
     return x if prepare is None or any(layer.product is not product for layer in layers) else prepare(x)

@@ -2,11 +2,6 @@
 
 No token is dropped: an expert has no capacity, its GEMM has as many rows as tokens chose it.
 
-A router reports to the loop (how often each expert was chosen, the balance loss) by the *gradients of buffers*: zeros
-that enter the forward without effect and receive these numbers in the backward pass. So they are counted once per
-microbatch even where activations are recomputed, a compiled block stays free of side effects, and a block returns
-nothing but its output.
-
 Shapes: B batch, S sequence, D model width, F inner width of an expert, E experts, K experts per token, G groups of
 experts, N = B*S tokens, M = N*K (token, expert) pairs sorted by expert.
 """
@@ -199,9 +194,11 @@ def _counts(ids_BSK: Tensor, num_experts: int) -> Tensor:
     return ids_BP.new_zeros(ids_BP.shape[0], num_experts).scatter_add_(1, ids_BP, torch.ones_like(ids_BP))
 
 
+# How a router reports to the loop: zero buffers enter the forward without effect, and their gradients are the numbers.
+# So these are counted once per microbatch even where activations are recomputed, a compiled block has no side effect,
+# and a block returns nothing but its output.
 class _Report(torch.autograd.Function):
-    """Identity on the weights. Backward gives the buffers load and balance loss as gradients, and the balance loss
-    ``gain`` as its own gradient, which trains the router."""
+    """Identity on the weights; its backward gives the buffers load and balance loss as their gradients."""
 
     @staticmethod
     def forward(
@@ -214,7 +211,8 @@ class _Report(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BSK: Tensor) -> tuple[Tensor | None, ...]:
         balance, gain, load_E = ctx.saved_tensors
-        # clones: autograd may keep a gradient as the leaf's ``grad`` and later add to it in place
+        # The balance loss gets ``gain`` as gradient: it trains the router without being added to the loss. Clones:
+        # autograd may keep a gradient as the leaf's ``grad`` and later add to it in place.
         return grad_BSK, gain.clone(), None, None, load_E.clone(), balance.clone()
 
 

@@ -1,11 +1,8 @@
 """AdamW over full-precision weights, whatever dtype the model computes in.
 
-Where a parameter is stored in bfloat16, its *master*, the float32 value, is what is optimized, and the gradient of each
-microbatch is added to a float32 sum as soon as autograd has it. In bfloat16 alone a weight would drop every update
-below 1/512 of it, and a sum of 16 microbatches was off by up to 0.8 % in a small model. A split master
-(``kernels.master_weights``) is the same number in 2 bytes beside the stored weight.
-
-Moments and master are float32 (float64 for float64 weights); they are DTensors where the weights are, for checkpoints.
+Where a parameter is stored in bfloat16, its *master*, the float32 value, is what is optimized: in bfloat16 alone a
+weight would drop every update below 1/512 of it. A split master (``kernels.master_weights``) is the same number in 2
+bytes beside the stored weight. Moments are float32 too (float64 for float64 weights), and DTensors as the weights are.
 """
 
 from __future__ import annotations
@@ -103,7 +100,9 @@ class ParameterState:
 
     @torch.no_grad()
     def accumulate(self, parameter: nn.Parameter) -> None:
-        """Autograd hook: add the fresh gradient to the float32 sum and free it, before the next one is computed."""
+        """Autograd hook: add the fresh gradient to the full-precision sum and free it."""
+        # A bfloat16 sum of 16 microbatches was off by up to 0.8 % in a small model. Freed here, before autograd forms
+        # the next parameter's gradient, bfloat16 gradients never exist all at once.
         assert parameter.grad is not None
         if self.grad_sum is None:
             self.grad_sum = parameter.grad.to(self.dtype)
@@ -194,11 +193,8 @@ class AdamW:
         self._publish()
 
     def _update(self, states: list[ParameterState], lr: float, weight_decay: float) -> None:
-        """Update the parameters of one group.
-
-        AdamW is element-wise, so it runs on local shards: a multi-tensor call never meets a mixture of meshes,
-        placements and plain tensors.
-        """
+        # AdamW is element-wise, so it runs on local shards: a multi-tensor call never meets a mixture of meshes,
+        # placements and plain tensors.
         for state in states:
             if local_shard(state.weight).numel() == 0:
                 state.step += 1  # an empty shard has nothing to update, but all ranks must save the same count
@@ -280,14 +276,12 @@ class AdamW:
 class PerParameterAdamW(AdamW):
     """Base of updates that handle one parameter at a time: clipping, update and rounding into the model in one pass.
 
-    With one backward pass a step, a bfloat16 parameter's gradient is read as autograd left it: a float32 copy would
-    hold the same numbers. With several, their sum is float32 as in ``AdamW``.
-
     Args:
         one_backward: a step has a single backward pass.
     """
 
     def __init__(self, spec: schema.Optim, params: TrainedParameters, *, one_backward: bool) -> None:
+        # After one backward pass a bfloat16 gradient is read as it is: a float32 copy would hold the same numbers.
         super().__init__(spec, params, implementation="kernel", accumulates=not one_backward)
 
     @torch.no_grad()

@@ -1,12 +1,7 @@
 """AdamW with moments stored in bfloat16 or in 8 bits; weights and all arithmetic stay float32.
 
 An update decodes the moments of one parameter, applies AdamW and encodes them again (``moment_codes``). On a GPU that
-is one compiled graph, so float32 moments never reach memory. Vectors (norms, biases) keep float32 moments: they are too
-small to matter.
-
-The 8-bit format has blocks within a row, the same number in each, so codes and block factors are sharded exactly as the
-weight is, and a checkpoint of one mesh loads on another. The random rounding depends on parameter name, step and place
-in the local shard: replicas agree, and a resume on the same mesh repeats it.
+is one compiled graph, so float32 moments never reach memory.
 """
 
 from __future__ import annotations
@@ -45,6 +40,7 @@ class LowBitAdamW(AdamW):
 
     def _new_moments(self, weight: Tensor) -> dict[str, Tensor]:
         assert weight.dtype == torch.float32, f"moments of a {weight.dtype} weight"
+        # vectors (norms, biases) keep float32 moments: they are too small to matter
         if weight.ndim < 2 or (self.in_blocks and block_size(weight) < SMALLEST_BLOCK):
             return super()._new_moments(weight)
         dtype = torch.uint8 if self.in_blocks else torch.bfloat16
@@ -66,6 +62,7 @@ class LowBitAdamW(AdamW):
     def _update_one(self, state: ParameterState, weight: Tensor, lr: float, weight_decay: float) -> None:
         step = int(state.step)
         factors = adamw_formula.factor_tensors(self._factors(state, lr, weight_decay), step=step, like=weight)
+        # The rounding depends on name, step and position in the shard: replicas agree, and a resume repeats it.
         seed = (self._seeds[state.name] + step * _SEED_STRIDE) % 2**32
         # a tensor, since a graph would hold a number as a constant and be compiled anew in every step
         seed_tensor = torch.tensor(seed).to(weight.device, non_blocking=True)
@@ -127,6 +124,8 @@ def _is_lowbit(state: ParameterState) -> bool:
 
 def block_size(weight: Tensor) -> int:
     """The largest power of two, up to BLOCK, that divides every shard's rows; 1 where rows are sharded unevenly."""
+    # No block crosses a shard's edge, so that codes and factors are sharded exactly as the weight is, and a checkpoint
+    # of one mesh loads on another.
     row_length, num_shards = weight.shape[-1], _shards_per_row(weight)
     return math.gcd(row_length // num_shards, BLOCK) if row_length % num_shards == 0 else 1
 

@@ -1,8 +1,7 @@
 """Low-bit codes of AdamW's moments: bfloat16, and blocks of 8-bit codes, with stochastic rounding.
 
 Rounded to nearest, a moment that changes by less than half a step of its code never changes. Rounded up with a
-probability equal to the part that is cut off, it is right on average. The random bits are a hash of (seed, position):
-equal on every machine and device, compiled or not, and without a generator whose state a checkpoint would have to hold.
+probability equal to the part that is cut off, it is right on average.
 
 Shapes: [n, b], n blocks of b neighbouring elements; block factors are [n, 1].
 """
@@ -20,7 +19,8 @@ _MASK = 0xFFFFFFFF
 
 def random_bits(like: Tensor, seed: Tensor) -> Tensor:
     """32 random bits for each element of ``like``, as int64. ``seed``: 0-dim int64 in [0, 2**32)."""
-    # The mask keeps 32 bits after each operation: int64 stands for uint32, which torch lacks arithmetic for.
+    # A hash of (seed, position): equal on every machine and device, compiled or not, and without a generator whose
+    # state a checkpoint would have to hold. int64 stands for uint32, which torch lacks arithmetic for: hence the mask.
     bits = (torch.arange(like.numel(), device=like.device) + seed) & _MASK
     # "lowbias32" of C. Wellons, hash-prospector (2018)
     for factor, shift in ((0x7FEB352D, 16), (0x846CA68B, 15)):
@@ -58,15 +58,14 @@ def decode_signed(codes: Tensor, factor: Tensor) -> Tensor:
 def encode_positive(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Encode float32 >= 0 as codes evenly spaced in log2 between a block's smallest and largest positive number.
 
-    e4m3 would be too coarse for the second moment: it wastes a sign bit, and little of each step's value is new, so
-    that roundings add up over 1 / (1 - beta2) steps.
-
     Args:
         bits: 12 random bits per element.
 
     Returns:
         Codes [n, b] (uint8), smallest and largest positive number [n, 1].
     """
+    # e4m3 would be too coarse for the second moment: it wastes a sign bit, and little of each step's value is new, so
+    # that roundings add up over 1 / (1 - beta2) steps.
     high = x.amax(-1, keepdim=True)
     # What is below 2^-32 of the largest is encoded as that, never as zero: the update divides by its root.
     low = x.where(x > 0, high).amin(-1, keepdim=True).maximum(high * 2**-OCTAVES)
@@ -96,9 +95,7 @@ def _log_step(low: Tensor, high: Tensor) -> Tensor:
 
 
 def _add_and_truncate(x: Tensor, bits: Tensor, *, drop: int) -> Tensor:
-    """Round float32 stochastically to ``23 - drop`` mantissa bits: add ``drop`` random bits, then clear as many.
-
-    A carry of the integer addition goes into the exponent, which is the next float32 number up, as it should be.
-    """
+    """Round float32 stochastically to ``23 - drop`` mantissa bits: add ``drop`` random bits, then clear as many."""
+    # a carry of the integer addition goes into the exponent: that is the next number up, as it should be
     raised = x.contiguous().view(torch.int32) + bits.to(torch.int32)
     return (raised & -(1 << drop)).view(torch.float32)
