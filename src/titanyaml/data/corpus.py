@@ -76,6 +76,7 @@ def _load(folder: Path, key: str) -> Corpus:
         size = (folder / "tokens.bin").stat().st_size
         if size != meta["num_tokens"] * dtype.itemsize:
             raise ValueError(f"tokens.bin has {size} bytes, not {meta['num_tokens'] * dtype.itemsize}")
+        # mapped, so that all ranks of a host share one copy in the page cache
         tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
         bounds = np.load(folder / "bounds.npy", mmap_mode="r")
         if len(bounds) != meta["num_documents"] + 1 or bounds[-1] != len(tokens):
@@ -87,6 +88,7 @@ def _load(folder: Path, key: str) -> Corpus:
 
 
 def _tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+    # two bytes where they are enough: half the disk, and half the page cache
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size < 65536 else np.uint32)
     bounds, max_id, max_id_document = [0], -1, ""
     start = time.monotonic()

@@ -20,6 +20,7 @@ from titanyaml.errors import DataError
 
 log = logging.getLogger("titanyaml.data")
 
+# other files of a folder are seldom meant: pictures, licences, lock files
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 

@@ -81,7 +81,7 @@ class Batches:
         accumulation(global_batch=global_batch, local_batch=local_batch, data_degree=data_degree)
         self._dataset, self._global_batch = dataset, global_batch
         self._order = {"seed": seed, "shuffle": shuffle}
-        self._cursor: Cursor | None = None
+        self._cursor: Cursor | None = None  # of streams: a row cannot be found from a count of samples
         self.position = position
         if state is not None:
             _check_state(state, dataset, self._order)
@@ -223,7 +223,7 @@ def _check_state(state: dict[str, Any], dataset: TokenData, order: dict[str, Any
     lines = [f"{k}: {old.get(k)} then, {new.get(k)} now" for k in sorted(old | new) if old.get(k) != new.get(k)]
     # a packed corpus can tell which files differ
     files = dataset.explain(state["identity"]) if hasattr(dataset, "explain") else []
-    lines += files[:10]
+    lines += files[:10]  # a corpus may have millions
     if len(files) > 10:
         lines.append(f"... {len(files) - 10} more files")
     message = "the data is not what the checkpoint was trained on:\n    " + "\n    ".join(lines)

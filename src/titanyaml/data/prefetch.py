@@ -25,7 +25,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
         assert depth > 0
-        self._queue: queue.Queue[T | _QueueEnd] = queue.Queue(maxsize=depth)
+        self._queue: queue.Queue[T | _QueueEnd] = queue.Queue(maxsize=depth)  # bounded: steps take memory
         self._stop = threading.Event()
         self._end: _QueueEnd | None = None
         # the thread has no reference to self: a forgotten object can then be collected, and its thread stops

@@ -44,6 +44,7 @@ def build(
             split is empty, or a token id does not fit the model.
     """
     if spec.kind == "synthetic":
+        # the only kind whose content depends on the seed; elsewhere it orders samples, which is the loader's work
         return SyntheticData(seq_len=seq_len, vocab_size=vocab_size, seed=seed, split=split)
     assert tokenizer is not None
     if split == "validation" and not spec.validation_fraction and spec.validation_split is None:

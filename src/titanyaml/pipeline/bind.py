@@ -37,7 +37,7 @@ def bind(name: str, node: Any) -> tuple[BoundPlugin | None, list[Problem]]:
         return None, [Problem(key, f"not a plugin node: {node!r}", allowed="a mapping with _target_: a class's path")]
     problems = check_reserved_keys(dict(node), key)
     try:
-        cls = instantiate.locate(node["_target_"])
+        cls = instantiate.locate(node["_target_"])  # no registry: a plugin of others is a path like ours
     except Exception as error:  # noqa: BLE001 - importing the plugin's module runs its code, which may raise anything
         hint = "check the spelling, and that the package is installed in this environment"
         return None, [*problems, Problem(f"{key}._target_", _words(error), hint=hint)]

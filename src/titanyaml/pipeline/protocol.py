@@ -47,6 +47,7 @@ class Change:
 
     summary: str
     modules: list[str]
+    # an empty list of modules is an error, so that a plugin says what it left alone and why
     skipped: dict[str, str] = field(default_factory=dict)
 
     def left_alone(self) -> list[str]:
@@ -83,6 +84,7 @@ class Context:
     kernels: KernelChoice = KernelChoice(False, "plain PyTorch")
     active: tuple[str, ...] = ()
     expert_mesh: DeviceMesh | None = None
+    # what a plugin logs appears under the pipeline's name, whoever wrote it
     log: logging.Logger = logging.getLogger("titanyaml.pipeline")
 
 

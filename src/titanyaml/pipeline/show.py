@@ -54,6 +54,7 @@ def merge_numbered_names(names: Iterable[str]) -> list[str]:
     numbers: dict[str, list[int]] = {}
     for name in names:
         parts = name.split(".")
+        # the first number: of layers.3.experts.1 that of the layer
         index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         if index is None:
             numbers[name] = []
