@@ -22,7 +22,7 @@ class Fitted:
     source: str
 
 
-# Casts to float8 in both layouts. By count 8: amax reads 2, the cast reads 2 and writes 1, a transposed copy takes 3
+# Casts to float8 in both layouts. By count 9: amax reads 2, the cast reads 2 and writes 1, a transposed copy takes 4
 CAST_TENSORWISE = Fitted(11.2, "bytes per element", 8.3, 13, "fit; amax, read, write, transposed copy")
 CAST_ROWWISE = Fitted(21.6, "bytes per element", 17, 28, "fit on H200 and tp rows; both sides have scales of their own")
 # NCCL's kernels hold up to 24 of 132 multiprocessors (0.18) while they run. A term per second of a collective would be

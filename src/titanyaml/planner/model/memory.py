@@ -22,10 +22,11 @@ from titanyaml.planner.model.inputs import Job, PipelineStage
 from titanyaml.planner.model.saved_activations import saved_by_kind, saved_per_token
 
 GIB = 2**30
-#: Measured pipeline runs use up to 28 % more memory than the lower bound (405B on 512 H100, docs/planner.md).
+#: Measured pipeline runs use up to 25 % more memory than the lower bound (405B on 512 H100, docs/planner.md); a search
+#: and ac=auto make room for a little more.
 PIPELINE_MARGIN = 1.28
-#: Bytes per logit that are alive at once. plain: bf16 and three float32 copies; compiled: one float32; chunked: bf16,
-#: float32 and its log-softmax, of one chunk; fused: bf16, overwritten by its gradient.
+#: Bytes per logit that are alive at once. plain: bf16 and three float32 copies; compiled: as measured rows reserve;
+#: chunked: bf16, float32 and its log-softmax, of one chunk; fused: bf16, overwritten by its gradient.
 _LOGIT_BYTES = {"plain": 14.0, "compiled": 4.0, "chunked": 10.0, "fused": 2.0}
 
 Stages = tuple[PipelineStage, ...]

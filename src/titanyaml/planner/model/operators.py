@@ -28,9 +28,9 @@ OWN_CAST_BYTES = {"rowwise": 6 / 0.70, "tensorwise": 5 / 0.70}
 #: The least ``ac.budget`` for which the compiler repeats cheap kernels alone (3B on an H200, 0.8 and 0.5 tried).
 CHEAP_BUDGET = 0.7
 
-#: Memory traffic of the loss per logit beside its three GEMMs, in bytes: (forward, backward). Counted by kernel: plain
-#: casts to float32, log-softmax and their gradients one by one; compiled two passes over bf16 and float32 logits each
-#: way; fused reads bf16 logits twice and overwrites them with their gradient.
+#: Memory traffic of the loss per logit beside its three GEMMs, in bytes: (forward, backward). Counted by kernel.
+#: plain, chunked: eager kernels cast to float32, and compute log-softmax and gradients. compiled: the same, fused by
+#: the compiler. fused: bf16 logits are read twice and overwritten by their gradient.
 LOSS_BYTES = {"chunked": (14.0, 8.0), "fused": (6.0, 0.0), "compiled": (8.0, 4.0), "plain": (26.0, 18.0)}
 
 
