@@ -68,13 +68,13 @@ class Ledger(TorchDispatchMode):
             with self:  # one operator whose buffers would not be seen
                 return loss.chunked_cross_entropy(*args)
         out = func(*args, **(kwargs or {}))
-        for one in tree_leaves(out):
-            if isinstance(one, Tensor):
-                self.note(one, self.where)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.note(tensor, self.where)
         if func.namespace == "fsdp":
-            for one in tree_leaves((args, kwargs, out)):
-                if isinstance(one, Tensor):
-                    self.note(one, "transfers", again=True)
+            for tensor in tree_leaves((args, kwargs, out)):
+                if isinstance(tensor, Tensor):
+                    self.note(tensor, "transfers", again=True)
         self._weigh()
         return out
 
@@ -164,10 +164,10 @@ def compiled_block(config: Config) -> int:
 
     ``config`` compiles blocks with a backend that partitions as inductor does (``aot_eager_decomp_partition``).
     """
-    with tracing.fake_rank(config) as made, compat.fake_tensors():
-        made.materialise()
-        _fuse_attention(made.model)
-        block = made.model.get_submodule(made.context.facts.blocks[-1])
+    with tracing.fake_rank(config) as rank, compat.fake_tensors():
+        rank.materialise()
+        _fuse_attention(rank.model)
+        block = rank.model.get_submodule(rank.context.facts.blocks[-1])
         inner, runs, saved = block._compiled_call_impl, [], []
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -183,11 +183,11 @@ def compiled_block(config: Config) -> int:
 
         block._compiled_call_impl = call
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            made.forward()
-        known = [*block.parameters(), *made.model.buffers()]
-        others = {local(one.detach()).untyped_storage()._cdata for one in known}
-        sizes = {s._cdata: s.nbytes() for s in (local(one.detach()).untyped_storage() for one in saved)}
-        return sum(size for key, size in sizes.items() if key not in others)
+            rank.forward()
+        not_saved = [*block.parameters(), *rank.model.buffers()]
+        other_storages = {local(tensor.detach()).untyped_storage()._cdata for tensor in not_saved}
+        sizes = {s._cdata: s.nbytes() for s in (local(tensor.detach()).untyped_storage() for tensor in saved)}
+        return sum(size for key, size in sizes.items() if key not in other_storages)
 
 
 def _fuse_attention(model: nn.Module) -> None:
@@ -200,39 +200,41 @@ def _fuse_attention(model: nn.Module) -> None:
 def measured(config: Config, *, pipeline_rank: int = 0) -> Measured:
     """One step of ``config``, which is eager: forward, backward, clipping, update. Under cp on the second rank, whose
     queries have keys before them."""
-    place = {"pipeline_rank": pipeline_rank, "context_rank": int(world.resolve_degree(config, "cp") > 1)}
-    with tracing.fake_rank(config, **place) as made, compat.fake_tensors():
-        made.materialise()
-        _fuse_attention(made.model)
-        return _step(made, Ledger())
+    position = {"pipeline_rank": pipeline_rank, "context_rank": int(world.resolve_degree(config, "cp") > 1)}
+    with tracing.fake_rank(config, **position) as rank, compat.fake_tensors():
+        rank.materialise()
+        _fuse_attention(rank.model)
+        return _step(rank, Ledger())
 
 
-def _step(made: tracing.FakeRank, ledger: Ledger) -> Measured:
-    model, named = made.model, dict(made.model.named_parameters())
+def _step(rank: tracing.FakeRank, ledger: Ledger) -> Measured:
+    model, named = rank.model, dict(rank.model.named_parameters())
     with ledger, _as_on_gpu():
         for parameter in named.values():
             ledger.note(local(parameter.detach()), "parameters", again=True)
         ledger.where = "optimizer"
-        optimizer = _optimizer(made, named)
+        optimizer = _optimizer(rank, named)
         saved = _hook(ledger, model, model.facts.blocks)
         ledger.where = "inputs"
-        made.forward_backward()
+        rank.forward_backward()
         ledger.where = "update"
         grads = optimizer.grads()
-        held = {s._cdata: s.nbytes() for s in (local(grad).untyped_storage() for grad in grads)}
+        gradient_bytes = {s._cdata: s.nbytes() for s in (local(grad).untyped_storage() for grad in grads)}
         clip = norm.clip_factor(norm.grad_norm(grads), 1.0)
         optimizer.step(1e-3, clip=clip)
         parts = ledger.now()
-    return Measured(parts["parameters"], parts["optimizer"], sum(held.values()), list(saved.values()), ledger.peak)
+    return Measured(
+        parts["parameters"], parts["optimizer"], sum(gradient_bytes.values()), list(saved.values()), ledger.peak
+    )
 
 
-def _optimizer(made: tracing.FakeRank, named: dict[str, nn.Parameter]) -> optim.AdamW:
+def _optimizer(rank: tracing.FakeRank, named: dict[str, nn.Parameter]) -> optim.AdamW:
     """The one of a run, with masters as ``models.init.materialise`` makes them: float32, or what is left of split ones.
     torch's fused kernel has no temporaries."""
-    dtype = torch.int16 if made.config.optim.master == "split" else torch.float32
+    dtype = torch.int16 if rank.config.optim.master == "split" else torch.float32
     masters = {name: p.detach().to(dtype) for name, p in named.items() if p.dtype.itemsize < 4}
-    spec = dataclasses.replace(made.config.optim, implementation="fused")
-    return optim.build(spec, named, masters=masters, device="cpu", remote_params=getattr(made.model, "elsewhere", None))
+    spec = dataclasses.replace(rank.config.optim, implementation="fused")
+    return optim.build(spec, named, masters=masters, device="cpu", remote_params=getattr(rank.model, "elsewhere", None))
 
 
 def _hook(ledger: Ledger, model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
@@ -265,5 +267,5 @@ def _hook(ledger: Ledger, model: nn.Module, blocks: Sequence[str]) -> dict[str, 
 
 
 def _modules(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
-    found = dict(model.named_modules())
-    return [found[name] for name in blocks]
+    modules = dict(model.named_modules())
+    return [modules[name] for name in blocks]

@@ -66,9 +66,11 @@ class Cli:
         return dataclasses.replace(self, corpus=None)
 
     def environment(self, **extra: str) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        }
         ours = {"OMP_NUM_THREADS": "1", "TITANYAML_CACHE": str(self.cache), "CUDA_VISIBLE_DEVICES": ""}
-        return kept | ours | extra
+        return inherited | ours | extra
 
     def __call__(self, *overrides: str, **extra: str) -> subprocess.CompletedProcess:
         """Run to the end; ``extra``: environment variables."""
@@ -100,14 +102,14 @@ class Cli:
 
 def children(pid: int) -> list[int]:
     """The living children of a process."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(path.parent.name))
+                pids.append(int(path.parent.name))
         except OSError:  # it ended meanwhile
             continue
-    return found
+    return pids
 
 
 def kill_all(process: subprocess.Popen) -> None:
@@ -150,8 +152,8 @@ def metrics(run: Path) -> list[tuple]:
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     """The records of one kind in events.jsonl."""
     path = run / "events.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [event for event in found if event["kind"] == kind]
+    records_of_all_kinds = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [event for event in records_of_all_kinds if event["kind"] == kind]
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -162,20 +164,20 @@ def checkpoints(run: Path) -> list[Path]:
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint: weights and moments."""
     reader = dcp.FileSystemReader(checkpoint)
-    found = {
+    tensors_by_name = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
     }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
-    return found
+        dcp.load(tensors_by_name, storage_reader=reader, planner=planner, no_dist=True)
+    return tensors_by_name
 
 
-def bits(found: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+def bits(tensors_by_name: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
     """dtype, shape and bytes by name: equal only where every bit is."""
-    return {name: (t.dtype, tuple(t.shape), t.contiguous().numpy().tobytes()) for name, t in found.items()}
+    return {name: (t.dtype, tuple(t.shape), t.contiguous().numpy().tobytes()) for name, t in tensors_by_name.items()}
 
 
 def last_bits(run: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:

@@ -62,8 +62,12 @@ def test_bench_and_profile(cli):
     assert result["kernels"]["ms"]["optimizer"] > 0 and result["floor_note"] == ""
     assert (result["mfu"], result["mem_active_gib"]) == (None, None), "no peak is known of a CPU"
     assert 0 < result["fraction_of_floor"] < 1
-    taken = [record["step_s"] for record in records(run)]
-    assert len(taken) == 7 and result["steps_s"] == taken[1:4] and result["step_s"] == sorted(taken[1:4])[1]
+    step_seconds = [record["step_s"] for record in records(run)]
+    assert (
+        len(step_seconds) == 7
+        and result["steps_s"] == step_seconds[1:4]
+        and result["step_s"] == sorted(step_seconds[1:4])[1]
+    )
     assert result["tps"] == result["tokens_per_step"] / result["step_s"] / 2 == 4 * 64 * 2 / result["step_s"] / 2
     ms = result["kernels"]["ms"]
     assert {"gemm", "attention", "casts", "elementwise", "optimizer", "communication", "idle"} <= set(ms)

@@ -12,7 +12,7 @@ from titanyaml.errors import EXIT_CONFIG
 
 def test_eval_measures_what_training_measured(cli: Cli, straight: Path) -> None:
     common = ("runner=eval", "validation.batches=2", "tracker=none")
-    same, two, refused, nowhere = cli.bare.together(
+    one_rank, two_ranks, refused, nowhere = cli.bare.together(
         [
             (*common, f"runner.checkpoint={straight}", "train.local_batch=4", "run.id=same"),
             (
@@ -27,11 +27,11 @@ def test_eval_measures_what_training_measured(cli: Cli, straight: Path) -> None:
         ]
     )
     trained = records(straight)[-1]
-    assert same.returncode == 0, same.stderr
+    assert one_rank.returncode == 0, one_rank.stderr
     [record] = records(cli.run("same"))
     assert (record["step"], record["validation_loss"]) == (20, trained["validation_loss"])
     assert status(cli.run("same"))["metric"] == trained["validation_loss"]
-    assert two.returncode == 0, two.stderr
+    assert two_ranks.returncode == 0, two_ranks.stderr
     assert records(cli.run("two"))[0]["validation_loss"] == pytest.approx(trained["validation_loss"], rel=1e-6)
     assert refused.returncode == EXIT_CONFIG
     assert "model: is fixed by the checkpoint" in refused.stderr and "leave out model" in refused.stderr
@@ -49,23 +49,23 @@ def test_sample_writes_the_same_text_for_the_same_seed(cli: Cli, straight: Path)
         "runner.temperature=1.0",
         "tracker=none",
     )
-    done = cli.bare.together(
+    processes = cli.bare.together(
         [(*common, f"run.seed={seed}", f"run.id={run_id}") for seed, run_id in ((1, "a"), (1, "b"), (2, "c"))]
     )
-    assert [process.returncode for process in done] == [0, 0, 0], done[0].stderr
+    assert [process.returncode for process in processes] == [0, 0, 0], processes[0].stderr
     texts = [(cli.run(run_id) / "sample.txt").read_text() for run_id in "abc"]
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("abc") and len(texts[0]) > 10
-    assert done[0].stdout.startswith("abc") and done[0].stdout == done[1].stdout != done[2].stdout
+    assert processes[0].stdout.startswith("abc") and processes[0].stdout == processes[1].stdout != processes[2].stdout
     assert 0 < status(cli.run("a"))["tokens"] <= 24
 
 
 def test_the_configuration_of_a_run_repeats_it_elsewhere(cli: Cli, straight: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in straight.rglob("*")}
     replay = ("--config-path", str(straight), "--config-name", "config")
-    same, other = cli.bare.together([replay, (*replay, "run.seed=1", "run.id=other", "train.steps=8")])
-    assert same.returncode == 0, same.stderr
-    assert other.returncode == 0, other.stderr
+    repeated, reseeded = cli.bare.together([replay, (*replay, "run.seed=1", "run.id=other", "train.steps=8")])
+    assert repeated.returncode == 0, repeated.stderr
+    assert reseeded.returncode == 0, reseeded.stderr
     [new] = [path for path in cli.run("other").parent.iterdir() if path.name != "other"]
     assert new.name not in ("straight", "other")
     assert metrics(new) == metrics(straight) and last_bits(new) == last_bits(straight)

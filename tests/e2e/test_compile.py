@@ -9,7 +9,7 @@ from tests.e2e.helpers import SIZES, Cli
 
 
 def verified(run: Path) -> str:
-    [record] = [one for one in json.loads((run / "pipeline.json").read_text()) if one["node"] == "compile"]
+    [record] = [entry for entry in json.loads((run / "pipeline.json").read_text()) if entry["node"] == "compile"]
     return record["verified"]["summary"]
 
 
@@ -24,10 +24,10 @@ def test_graphs_are_kept_for_the_next_run(cli: Cli, tmp_path: Path) -> None:
         "compile.loss=true",
         f"compile.cache_dir={tmp_path}/compiled",
     )
-    for run_id, state, found in (("first", "cold", 0), ("second", "warm", 1)):
-        done = cli(*common, f"run.id={run_id}")
-        assert done.returncode == 0, done.stderr
-        assert f"; {state} cache {tmp_path}/compiled" in done.stderr
+    for run_id, state, cached_parts in (("first", "cold", 0), ("second", "warm", 1)):
+        process = cli(*common, f"run.id={run_id}")
+        assert process.returncode == 0, process.stderr
+        assert f"; {state} cache {tmp_path}/compiled" in process.stderr
         assert verified(cli.run(run_id)) == (
-            f"1 graph compiled, 0 graph breaks; 1 of them for compile.loss; {found} of 1 parts out of the cache"
+            f"1 graph compiled, 0 graph breaks; 1 of them for compile.loss; {cached_parts} of 1 parts out of the cache"
         )

@@ -29,13 +29,13 @@ def test_a_run_goes_on_with_its_biases_on_other_ranks(cli: Cli) -> None:
     )
     assert straight.returncode == 0, straight.stderr
     assert first.returncode == 0, first.stderr
-    rest = cli(*MIXTURE, "parallel=single", "train.steps=5", "run.id=a", "checkpoint.accept_changes=[parallel]")
-    assert rest.returncode == 0, rest.stderr
-    found, wanted = records(cli.run("a")), records(cli.run("straight"))
-    assert [record["step"] for record in found] == [1, 2, 3, 4, 5]
-    for one, other in zip(found, wanted, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one["expert_load"] == other["expert_load"] > 1
+    resumed = cli(*MIXTURE, "parallel=single", "train.steps=5", "run.id=a", "checkpoint.accept_changes=[parallel]")
+    assert resumed.returncode == 0, resumed.stderr
+    actual, expected = records(cli.run("a")), records(cli.run("straight"))
+    assert [record["step"] for record in actual] == [1, 2, 3, 4, 5]
+    for record, expected_record in zip(actual, expected, strict=True):
+        assert record["loss"] == pytest.approx(expected_record["loss"], rel=1e-5)
+        assert record["expert_load"] == expected_record["expert_load"] > 1
     bits = last_bits(cli.run("straight"))
     biases = [name for name in bits if name.endswith("router.bias_E")]
     assert len(biases) == 2

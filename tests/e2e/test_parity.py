@@ -47,9 +47,9 @@ def body(rank: int, config: Config, folder: Path, generation: int) -> tuple[str,
     """Train on this rank; the hash of the initial weights, and the validation loss that this rank knows."""
     env, digest = Env.from_environ("cpu"), hashlib.sha256()
     for name, weight in sorted(setup.build_model(config, env).weights().items()):
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-        digest.update(whole.contiguous().view(torch.uint8).numpy().tobytes())
+        full_weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        digest.update(f"{name} {full_weight.dtype} {tuple(full_weight.shape)}".encode())
+        digest.update(full_weight.contiguous().view(torch.uint8).numpy().tobytes())
     result = train(config, RunDir(folder, generation=generation), env)
     return digest.hexdigest(), result["validation_loss"]
 
@@ -81,17 +81,17 @@ CASES = {
 def test_two_ranks_train_as_one(configure: Callable[..., Config], tmp_path: Path, case: str) -> None:
     mesh, accumulation, extra, tolerance = CASES[case]
     common = (*SHORT, *extra, f"train.global_batch={4 * accumulation}")
-    one = configure(*common, "parallel=single", "train.local_batch=4")
+    config_of_one = configure(*common, "parallel=single", "train.local_batch=4")
     local_batch = 2 if "dp" in mesh else 4  # tp and cp peers share the batch
-    two = configure(*common, f"parallel={mesh}", f"train.local_batch={local_batch}")
-    weights_one, run_one = train_on(1, one, tmp_path / "one")
-    weights_two, run_two = train_on(2, two, tmp_path / "two")
+    config_of_two = configure(*common, f"parallel={mesh}", f"train.local_batch={local_batch}")
+    weights_one, run_one = train_on(1, config_of_one, tmp_path / "one")
+    weights_two, run_two = train_on(2, config_of_two, tmp_path / "two")
     assert weights_one == weights_two
-    expected, found = records(run_one.path), records(run_two.path)
-    assert [record["step"] for record in found] == [record["step"] for record in expected] == [1, 2, 3, 4, 5]
+    expected, actual = records(run_one.path), records(run_two.path)
+    assert [record["step"] for record in actual] == [record["step"] for record in expected] == [1, 2, 3, 4, 5]
     for name in ("loss", "grad_norm", "lr"):
-        assert [r[name] for r in found] == pytest.approx([r[name] for r in expected], rel=tolerance, abs=0)
-    assert found[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=tolerance)
+        assert [r[name] for r in actual] == pytest.approx([r[name] for r in expected], rel=tolerance, abs=0)
+    assert actual[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=tolerance)
     assert expected[0]["loss"] > expected[-1]["loss"]
     weights, reference = tensors(checkpoints(run_two.path)[-1]), tensors(checkpoints(run_one.path)[-1])
     assert weights.keys() == reference.keys()
@@ -122,10 +122,10 @@ def test_resuming_is_exact_in_every_precision(
 ) -> None:
     config = configure(*SHORT, *overrides, "schedule=constant", "train.steps=8")
     _, straight = train_on(ranks, config, tmp_path / "straight")
-    again = resumed(configure, tmp_path / "resumed", ranks, overrides)
-    assert metrics(again.path) == metrics(straight.path) and len(metrics(straight.path)) == 8
-    found, expected = (tensors(checkpoints(run.path)[-1]) for run in (again, straight))
-    assert bits(found) == bits(expected)
+    resumed_run = resumed(configure, tmp_path / "resumed", ranks, overrides)
+    assert metrics(resumed_run.path) == metrics(straight.path) and len(metrics(straight.path)) == 8
+    actual, expected = (tensors(checkpoints(run.path)[-1]) for run in (resumed_run, straight))
+    assert bits(actual) == bits(expected)
     floating = {name: t.dtype for name, t in expected.items() if t.is_floating_point()}
     assert set(floating.values()) == {torch.float32}  # the masters and their moments, whatever computes
     losses = [record["loss"] for record in records(straight.path)]

@@ -39,18 +39,20 @@ def train_on(ranks: int, config: Config, folder: Path) -> RunDir:
 
 
 def test_two_pipeline_ranks_train_as_one_and_resume(configure: Callable[..., Config], tmp_path: Path) -> None:  # noqa: F811
-    one = configure(*COMMON, "parallel=single", "train.global_batch=4")
-    two = configure(*COMMON, "parallel=pp2")
-    half = dataclasses.replace(two, train=dataclasses.replace(two.train, steps=3))
-    expected, straight = train_on(1, one, tmp_path / "one"), train_on(2, two, tmp_path / "two")
+    config_of_one = configure(*COMMON, "parallel=single", "train.global_batch=4")
+    config_of_two = configure(*COMMON, "parallel=pp2")
+    half = dataclasses.replace(config_of_two, train=dataclasses.replace(config_of_two.train, steps=3))
+    expected, straight = train_on(1, config_of_one, tmp_path / "one"), train_on(2, config_of_two, tmp_path / "two")
     train_on(2, half, tmp_path / "again")
-    again = train_on(2, two, tmp_path / "again")
+    resumed = train_on(2, config_of_two, tmp_path / "again")
     for name in ("loss", "grad_norm", "lr"):
-        wanted = [record[name] for record in records(expected.path)]
-        assert [record[name] for record in records(straight.path)] == pytest.approx(wanted, rel=1e-9, abs=0)
+        expected_values = [record[name] for record in records(expected.path)]
+        assert [record[name] for record in records(straight.path)] == pytest.approx(expected_values, rel=1e-9, abs=0)
     validated = [records(run.path)[-1]["validation_loss"] for run in (straight, expected)]
     assert validated[0] == pytest.approx(validated[1], rel=1e-9)
-    assert metrics(again.path) == metrics(straight.path)
-    found, same, alone = (tensors(checkpoints(run.path)[-1]) for run in (again, straight, expected))
-    assert bits(found) == bits(same)
-    assert found.keys() == alone.keys()
+    assert metrics(resumed.path) == metrics(straight.path)
+    resumed_tensors, straight_tensors, expected_tensors = (
+        tensors(checkpoints(run.path)[-1]) for run in (resumed, straight, expected)
+    )
+    assert bits(resumed_tensors) == bits(straight_tensors)
+    assert resumed_tensors.keys() == expected_tensors.keys()

@@ -53,9 +53,9 @@ def test_a_resumed_run_is_the_run(
     text = ("data=files", f"data.paths=[{corpus}]", f"data.cache_dir={cache}")
     common = (*text, *SIZES, *FLOAT8, "schedule=constant", "optim.lr=1e-3", "validation=none", "checkpoint.interval=2")
     long, short = (dump.to_dataclass(compose(*common, f"train.steps={steps}")) for steps in (4, 2))
-    whole = go(long, tmp_path / "whole", steps=4)
+    straight = go(long, tmp_path / "whole", steps=4)
     go(short, tmp_path / "parts", steps=2)
     parts = go(long, tmp_path / "parts", steps=2)
-    assert metrics(parts.path) == metrics(whole.path) and len(metrics(whole.path)) == 4
-    changes = {record["node"]: record for record in json.loads((whole.path / "pipeline.json").read_text())}
+    assert metrics(parts.path) == metrics(straight.path) and len(metrics(straight.path)) == 4
+    changes = {record["node"]: record for record in json.loads((straight.path / "pipeline.json").read_text())}
     assert "FSDP gathers them in float8, scales precomputed" in changes["quant"]["summary"]

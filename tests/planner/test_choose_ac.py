@@ -39,22 +39,24 @@ def chosen(config) -> choose_ac.AcChoice:
 
 
 @pytest.mark.parametrize(
-    ("gib", "wanted"),
+    ("gib", "mode"),
     [(None, "none"), (91, "none"), (84, "memory_budget"), (72, "selective_op"), (58, "selective_op"), (55, "full")],
 )
-def test_the_less_memory_the_more_is_recomputed(configure, gib, wanted) -> None:
+def test_the_less_memory_the_more_is_recomputed(configure, gib, mode) -> None:
     config = configure(*RUN, *([] if gib is None else [f"ac.memory_gib={gib}"]))
     choice = chosen(config)
-    assert choice.fits and choice.ac.mode == wanted
+    assert choice.fits and choice.ac.mode == mode
     assert choice.limit.gib == (pytest.approx((139.8 - 1.5) * 0.95) if gib is None else gib)
     faster = [option for option in choice.options if option.step_s < choice.plan.step.seconds * 0.98]
     assert not any(option.fits for option in faster), "nothing faster fits"
     assert choice.plan.memory.total / memory.GIB <= choice.limit.gib
     concrete = choose_ac.concrete(config, choice)
-    assert concrete.ac.mode == concrete.pipeline.plugins["ac"]["mode"] == wanted
+    assert concrete.ac.mode == concrete.pipeline.plugins["ac"]["mode"] == mode
     assert config.ac.mode == config.pipeline.plugins["ac"]["mode"] == "auto", "what was asked stays"
-    again = plan_job(from_config.job(concrete))
-    assert again.total_gib == choice.plan.total_gib, "the plan of the concrete configuration is the one that was shown"
+    planned_again = plan_job(from_config.job(concrete))
+    assert planned_again.total_gib == choice.plan.total_gib, (
+        "the plan of the concrete configuration is the one that was shown"
+    )
 
 
 def test_as_many_products_are_kept_as_fit(configure) -> None:
@@ -69,9 +71,9 @@ def test_as_many_products_are_kept_as_fit(configure) -> None:
 def test_more_kept_products_take_more_memory_and_less_time(configure) -> None:
     job = from_config.job(configure(*RUN, "ac.memory_gib=72", "parallel=fsdp2"))
     plans = [plan_job(replace(job, ac="selective_op", ac_keep=share)) for share in (0.0, 0.25, 0.5, 0.6071, 1.0)]
-    assert sorted(plans, key=lambda made: made.total_gib) == sorted(plans, key=lambda made: made.tps) == plans
+    assert sorted(plans, key=lambda plan: plan.total_gib) == sorted(plans, key=lambda plan: plan.tps) == plans
     stream = 2 * job.tokens * job.shape.dim * job.shape.num_layers
-    units = [made.memory.parts["activations"] / stream for made in plans]
+    units = [plan.memory.parts["activations"] / stream for plan in plans]
     assert units == pytest.approx([2, 4, 6, 6 + 4 * 6 / 28, 10], rel=0.001), "3B: of 14.7 residual streams a block"
 
 
@@ -99,10 +101,10 @@ def test_nothing_fits(configure) -> None:
     [problem] = error.value.problems
     assert problem.key == "ac.mode" and f"even ac=full is planned to need {least:.1f} GiB of" in problem.message
     assert "the largest part is optimizer with 3.4 GiB" in problem.message
-    ways = problem.hint.split(" or ")
-    assert len(ways) > 1 and all("dp_shard=16" not in way for way in ways), "with the devices that are there"
-    for way in ways:
-        assert chosen(configure(*typed, *way.split())).fits, way
+    hints = problem.hint.split(" or ")
+    assert len(hints) > 1 and all("dp_shard=16" not in hint for hint in hints), "with the devices that are there"
+    for hint in hints:
+        assert chosen(configure(*typed, *hint.split())).fits, hint
 
 
 def test_one_device_that_is_too_small_needs_more_of_them(configure) -> None:
@@ -113,15 +115,17 @@ def test_one_device_that_is_too_small_needs_more_of_them(configure) -> None:
 def test_the_smallest_device_counts_on_all_ranks(configure, monkeypatch) -> None:
     monkeypatch.setattr("titanyaml.machine.gpus", lambda: ["a", "b"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=90 * 2**30))
-    monkeypatch.setattr(comm, "gather_objects", lambda mine, env: [mine, 81.0])
+    monkeypatch.setattr(comm, "gather_objects", lambda local_gib, env: [local_gib, 81.0])
     config = configure(*RUN, "runner=train", "tokenizer=bytes", "data=synthetic", "tracker=none", "hardware=auto")
     monkeypatch.setattr("titanyaml.hardware.detect", lambda device: None)
     env = Env(0, 2, 0, torch.device("cuda"), "gloo")
-    made, choice = auto_ac.resolve(config, env)
+    resolved, choice = auto_ac.resolve(config, env)
     assert choice.limit.source == "81.0 of the device less 1.5 and 5%" and choice.limit.gib == pytest.approx(
         79.5 * 0.95
     )
-    assert made.ac.mode == made.pipeline.plugins["ac"]["mode"] == "selective_op", "timed as an H200, since unknown"
+    assert resolved.ac.mode == resolved.pipeline.plugins["ac"]["mode"] == "selective_op", (
+        "timed as an H200, since unknown"
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,9 +134,9 @@ def test_the_smallest_device_counts_on_all_ranks(configure, monkeypatch) -> None
 )
 def test_a_typed_limit_leaves_the_device_its_margin(configure, typed: str, limit_gib: float, why: str) -> None:
     config = configure(*RUN, f"ac.memory_gib={typed}")
-    made, choice = plan._resolve_ac(config)
+    resolved, choice = plan._resolve_ac(config)
     assert (choice.limit.gib, choice.limit.source) == (pytest.approx(limit_gib), why)
-    assert made.hardware.memory_gib == pytest.approx(limit_gib + 1.5), "the plan of it is held to the same"
+    assert resolved.hardware.memory_gib == pytest.approx(limit_gib + 1.5), "the plan of it is held to the same"
     assert auto_ac.resolve(replace(config, runner=replace(config.runner, name="check")), CPU)[1].limit.source == why
 
 
@@ -173,11 +177,13 @@ def test_a_run_trains_as_with_the_concrete_mode_and_says_both(compose, tmp_path:
     plain, run = train(tmp_path / "none", compose, "ac=auto", "ac.memory_gib=9")
     least = min(option["memory_gib"] for option in run.status()["ac"]["options"])
     losses, run = train(tmp_path / "auto", compose, "ac=auto", f"ac.memory_gib={least + 1e-9}")
-    said = run.status()["ac"]
-    assert (said["asked"], said["chosen"]) == ("auto", "ac=full"), said
-    first, *rest = (tmp_path / "auto" / "config.yaml").read_text().splitlines()
-    assert first.startswith("# ac=auto: ac=full, planned 0.4 GiB of 0.4 (ac.memory_gib); ac=none would need")
-    assert rest == ["ac:", "  mode: auto"], "a replay decides anew"
-    [record] = [one for one in json.loads((tmp_path / "auto" / "pipeline.json").read_text()) if one["node"] == "ac"]
+    recorded = run.status()["ac"]
+    assert (recorded["asked"], recorded["chosen"]) == ("auto", "ac=full"), recorded
+    first_line, *remaining_lines = (tmp_path / "auto" / "config.yaml").read_text().splitlines()
+    assert first_line.startswith("# ac=auto: ac=full, planned 0.4 GiB of 0.4 (ac.memory_gib); ac=none would need")
+    assert remaining_lines == ["ac:", "  mode: auto"], "a replay decides anew"
+    [record] = [
+        entry for entry in json.loads((tmp_path / "auto" / "pipeline.json").read_text()) if entry["node"] == "ac"
+    ]
     assert record["summary"].startswith("full: 2 of 2 blocks")
     assert losses == train(tmp_path / "full", compose, "ac=full")[0] == plain

@@ -22,29 +22,29 @@ SIXTEEN = ["hardware=h100_500w", "model=llama3_8b", "launch.nproc=16", "train.gl
 
 def _planned(config, tried: Space, values: list[space.Values]) -> dict[str, float]:
     """Tokens/s of those that are legal, by all rules, and fit; by what is typed."""
-    near, found = variants.Variants(config), {}
-    for one in values:
-        made = near.config(one)
-        if table.check_rules(dataclasses.asdict(made)):
+    variants_of_config, tps_by_overrides = variants.Variants(config), {}
+    for candidate in values:
+        variant = variants_of_config.config(candidate)
+        if table.check_rules(dataclasses.asdict(variant)):
             continue
-        plan = plan_job(from_config.job(made))
+        plan = plan_job(from_config.job(variant))
         if plan.total_gib * (1.28 if plan.memory.lower_bound else 1) <= plan.limit_gib:
-            found[near.overrides(one)] = plan.tps
-    return found
+            tps_by_overrides[variants_of_config.overrides(candidate)] = plan.tps
+    return tps_by_overrides
 
 
-def _fastest(found: dict[str, float]) -> list[float]:
-    return sorted(found.values(), reverse=True)[:10]
+def _fastest(tps_by_overrides: dict[str, float]) -> list[float]:
+    return sorted(tps_by_overrides.values(), reverse=True)[:10]
 
 
 def test_the_bound_leaves_none_of_the_fastest_out(configure) -> None:
     config = configure(*SIXTEEN)
     tried = Space(axes={"cp": (1,), "pp": (1, 2)}, ac=("none", "full"), quant=("none",))
-    found = fastest.find_fastest(config, tried)
-    every = [cell | {"ac.mode": mode} for cell in space.cells(config, tried) for mode in tried.ac]
-    fitting = _planned(config, tried, every)
-    assert found.tried == len(every) > found.legal > found.fitted == len(fitting) > 30
-    assert [one.plan.tps for one in found.best] == pytest.approx(_fastest(fitting))
+    result = fastest.find_fastest(config, tried)
+    candidates = [cell | {"ac.mode": mode} for cell in space.cells(config, tried) for mode in tried.ac]
+    fitting = _planned(config, tried, candidates)
+    assert result.tried == len(candidates) > result.legal > result.fitted == len(fitting) > 30
+    assert [ranked.plan.tps for ranked in result.best] == pytest.approx(_fastest(fitting))
 
 
 SMALL = [
@@ -70,22 +70,22 @@ def test_own_products_and_steps_are_those_of_every_cell(configure) -> None:
         schedule=("1F1B",),
         local_batch=(1, 2, 4, 8),
     )
-    found = fastest.find_fastest(config, tried)
-    every = [
+    result = fastest.find_fastest(config, tried)
+    candidates = [
         cell | kernels
         for cell in space.cells(config, tried)
         for kernels in ({}, {"quant.product": "own"}, {"quant.product": "own", "optim.master": "split"})
     ]
-    modes = _planned(config, tried, [one | {"ac.mode": mode} for one in every for mode in usual])
+    modes = _planned(config, tried, [candidate | {"ac.mode": mode} for candidate in candidates for mode in usual])
     steps = {}
-    for one in every:
-        shares = [one | {"ac.mode": "selective_op", "ac.keep_products": share / 8} for share in range(9)]
+    for candidate in candidates:
+        shares = [candidate | {"ac.mode": "selective_op", "ac.keep_products": share / 8} for share in range(9)]
         fit = _planned(config, tried, [share for share in shares if _leaves_room(config, share)])
-        none = one | {"ac.mode": "none"}
+        none = candidate | {"ac.mode": "none"}
         if fit and not (variants.Variants(config).overrides(none) in modes and _leaves_room(config, none)):
-            steps |= dict([max(fit.items(), key=lambda two: two[1])])
-    assert [one.plan.tps for one in found.best] == pytest.approx(_fastest(modes | steps))
-    first = found.best[0].overrides
+            steps |= dict([max(fit.items(), key=lambda entry: entry[1])])
+    assert [candidate.plan.tps for candidate in result.best] == pytest.approx(_fastest(modes | steps))
+    first = result.best[0].overrides
     assert "quant.product=own" in first and first in steps and first not in modes
 
 
@@ -104,9 +104,12 @@ def test_70b_is_faster_with_what_nobody_typed(configure) -> None:
     usual = dataclasses.replace(
         tried, product=("torchao",), keep_products=(0.5,), ac=("none", "memory_budget", "selective_op", "full")
     )
-    one, other = fastest.find_fastest(config, tried).best[0], fastest.find_fastest(config, usual).best[0]
-    assert "quant.product" not in other.overrides
-    assert one.plan.tps > 8 / 7 * other.plan.tps
+    fastest_of_all, fastest_usual = (
+        fastest.find_fastest(config, tried).best[0],
+        fastest.find_fastest(config, usual).best[0],
+    )
+    assert "quant.product" not in fastest_usual.overrides
+    assert fastest_of_all.plan.tps > 8 / 7 * fastest_usual.plan.tps
 
 
 @pytest.mark.parametrize(
@@ -115,67 +118,71 @@ def test_70b_is_faster_with_what_nobody_typed(configure) -> None:
 )
 def test_what_is_typed_is_kept(configure, overrides: list[str], changes: dict[str, str]) -> None:
     config = configure(*SIXTEEN, *overrides)
-    given = {key.partition(".")[2]: (value,) for key, value in changes.items()}
+    dimensions = {key.partition(".")[2]: (value,) for key, value in changes.items()}
     tried = Space(
         axes={"pp": (1,), "cp": (1,), "tp": (1,)},
         ac=("full",),
         quant=("float8_rowwise",),
         typed=frozenset(changes),
-        **given,
+        **dimensions,
     )
-    found = fastest.find_fastest(config, tried).best
-    own = any("quant.product=own" in one.overrides for one in found)
+    best = fastest.find_fastest(config, tried).best
+    own = any("quant.product=own" in ranked.overrides for ranked in best)
     assert own == ("optim.master" in changes)
-    assert not any("optim.master=split" in one.overrides for one in found)
-    assert all(f"{key}={value}" in one.overrides for one in found for key, value in changes.items())
+    assert not any("optim.master=split" in ranked.overrides for ranked in best)
+    assert all(f"{key}={value}" in ranked.overrides for ranked in best for key, value in changes.items())
 
 
 def test_a_typed_key_is_never_left_unread(configure) -> None:
     config = dataclasses.replace(configure(*SIXTEEN), ac=schema.ActivationCheckpointing(every=4))
     tried = Space(axes={"pp": (1,), "cp": (1,)}, quant=("none",), typed=frozenset({"ac.every"}))
-    found = fastest.find_fastest(config, tried)
-    assert {(one.plan.job.ac, one.plan.job.ac_every) for one in found.best} == {("selective_layer", 4)}
-    assert found.refused == {"ac.every is typed, and nothing would read it": found.tried - found.legal}
+    result = fastest.find_fastest(config, tried)
+    assert {(ranked.plan.job.ac, ranked.plan.job.ac_every) for ranked in result.best} == {("selective_layer", 4)}
+    assert result.refused == {"ac.every is typed, and nothing would read it": result.tried - result.legal}
 
 
 def test_rules_asked_once_say_what_all_rules_say(configure) -> None:
     """Also where what a rule reads next depends on what it has read."""
     config = configure(*SIXTEEN)
-    near, seen = variants.Variants(config), set()
+    variants_of_config, keys = variants.Variants(config), set()
     tried = Space(axes={"cp": (1, 2)}, schedule=("1F1B", "ZBVZeroBubble"))
     for cell in list(space.cells(config, tried))[::7]:
         for mode in ("none", "full"):
             values = cell | {"ac.mode": mode, "quant.product": "own", "optim.master": "split"}
-            made = near.config(values)
-            problems = table.check_rules(dataclasses.asdict(made))
-            said = near.problem(values, made)
-            assert said == (f"{problems[0].key} {problems[0].message}" if problems else "")
-            seen.add(said.partition(" ")[0])
-    assert {"", "optim.master"} < seen
+            variant = variants_of_config.config(values)
+            problems = table.check_rules(dataclasses.asdict(variant))
+            problem = variants_of_config.problem(values, variant)
+            assert problem == (f"{problems[0].key} {problems[0].message}" if problems else "")
+            keys.add(problem.partition(" ")[0])
+    assert {"", "optim.master"} < keys
 
 
 def test_progress_is_told_in_lines_now_and_then(configure, monkeypatch) -> None:
     out, clock = io.StringIO(), itertools.count(step=0.25)
     monkeypatch.setattr(search_progress.time, "monotonic", lambda: next(clock))
     with search_progress.ProgressLine(Console(file=out, width=80)) as progress:
-        found = fastest.find_fastest(configure(*SIXTEEN), Space(axes={"pp": (1,), "cp": (1,)}), progress.show)
-    lines, asked = out.getvalue().splitlines(), next(clock) / 0.25
-    assert found.tried < asked and len(lines) == pytest.approx(asked * 0.25 / 5, rel=0.05)
+        result = fastest.find_fastest(configure(*SIXTEEN), Space(axes={"pp": (1,), "cp": (1,)}), progress.show)
+    lines, num_readings = out.getvalue().splitlines(), next(clock) / 0.25
+    assert result.tried < num_readings and len(lines) == pytest.approx(num_readings * 0.25 / 5, rel=0.05)
     for doing in ("every mesh and batch", "own products"):
-        told = [line for line in lines if doing in line]
-        assert " tried, " in told[-1] and " fit, best so far " in told[-1] and "tokens/s: parallel=" in told[-1]
+        lines_of_phase = [line for line in lines if doing in line]
+        assert (
+            " tried, " in lines_of_phase[-1]
+            and " fit, best so far " in lines_of_phase[-1]
+            and "tokens/s: parallel=" in lines_of_phase[-1]
+        )
 
 
 def test_a_choice_is_planned_as_it_was_found(configure) -> None:
     config = configure(*SIXTEEN)
     tried = Space(axes={"tp": (2,), "pp": (2,), "cp": (1,)}, quant=("float8_tensorwise",), ac=("selective_op",))
-    found = fastest.find_fastest(config, tried).best
-    assert {one.plan.job.tokens_per_step for one in found} == {32 * 8192}
-    assert {one.plan.job.schedule for one in found} == {"1F1B", "Interleaved1F1B"}
-    for one in (found[0], found[-1]):
-        again = from_config.job(configure("hardware=h100_500w", "model=llama3_8b", *one.overrides.split()))
-        assert memory.plan_memory(again).total / memory.GIB == pytest.approx(one.plan.total_gib)
-        assert plan_job(again).tps == pytest.approx(one.plan.tps)
+    best = fastest.find_fastest(config, tried).best
+    assert {ranked.plan.job.tokens_per_step for ranked in best} == {32 * 8192}
+    assert {ranked.plan.job.schedule for ranked in best} == {"1F1B", "Interleaved1F1B"}
+    for ranked in (best[0], best[-1]):
+        job = from_config.job(configure("hardware=h100_500w", "model=llama3_8b", *ranked.overrides.split()))
+        assert memory.plan_memory(job).total / memory.GIB == pytest.approx(ranked.plan.total_gib)
+        assert plan_job(job).tps == pytest.approx(ranked.plan.tps)
 
 
 def test_70b_is_at_least_as_fast_as_published(configure) -> None:
@@ -190,7 +197,7 @@ def test_70b_is_at_least_as_fast_as_published(configure) -> None:
         "compile.async_tp=true",
     )
     tried = Space(axes={"tp": (4, 8), "cp": (1,), "pp": (1, 2)}, quant=("none",), ac=("selective_op", "full"))
-    found = fastest.find_fastest(
+    result = fastest.find_fastest(
         configure(
             "hardware=h100_500w",
             "model=llama3_70b",
@@ -200,25 +207,25 @@ def test_70b_is_at_least_as_fast_as_published(configure) -> None:
         ),
         tried,
     )
-    assert found.legal >= 300
-    assert found.best[0].plan.tps >= plan_job(from_config.job(published)).tps
+    assert result.legal >= 300
+    assert result.best[0].plan.tps >= plan_job(from_config.job(published)).tps
 
 
 def test_a_device_without_float8_is_searched_without(configure) -> None:
     tried = Space(axes={"pp": (1,), "cp": (1,)}, ac=("full",))
-    found = fastest.find_fastest(configure(*SIXTEEN[1:], "hardware=a100_80gb"), tried)
-    assert {one.plan.job.quant for one in found.best} == {"none"}
+    result = fastest.find_fastest(configure(*SIXTEEN[1:], "hardware=a100_80gb"), tried)
+    assert {ranked.plan.job.quant for ranked in result.best} == {"none"}
 
 
 def test_a_batch_that_is_not_given_grows_with_the_mesh(configure) -> None:
     meshes = tuple({"dp_replicate": 1, "dp_shard": size, "cp": 1, "tp": 1, "pp": 1, "ep": 1} for size in (8, 16))
-    found = fastest.find_fastest(configure("train.local_batch=2"), Space(meshes=meshes, ac=("full",), quant=("none",)))
-    assert {one.plan.job.tokens_per_step for one in found.best} == {2 * 8 * 512, 2 * 16 * 512}
+    result = fastest.find_fastest(configure("train.local_batch=2"), Space(meshes=meshes, ac=("full",), quant=("none",)))
+    assert {ranked.plan.job.tokens_per_step for ranked in result.best} == {2 * 8 * 512, 2 * 16 * 512}
 
 
 def test_experts_are_spread_as_is_fastest(configure) -> None:
     config = configure("model=qwen3_30b_a3b", "launch.nproc=16", "train.global_batch=16", "train.local_batch=1")
-    found = fastest.find_fastest(
+    result = fastest.find_fastest(
         config, Space(axes={"pp": (1,), "cp": (1,), "tp": (1,)}, ac=("full",), quant=("none",))
     )
-    assert len({one.plan.job.mesh.ep for one in found.best}) > 3
+    assert len({ranked.plan.job.mesh.ep for ranked in result.best}) > 3

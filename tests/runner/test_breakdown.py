@@ -81,12 +81,14 @@ def test_communication_that_hides_is_not_exposed(monkeypatch):
     spans = [("nvjet", 40.0, 0.0, 40.0), ("ncclDevKernel", 50.0, 20.0, 70.0), ("nvjet", 10.0, 80.0, 90.0)]
     monkeypatch.setattr(module, "_device_spans", lambda trace: [module.Span(*span) for span in spans])
     monkeypatch.setattr(module, "_updates", lambda trace, device: [])
-    found = breakdown(None, steps=2, wall_s=100e-6, device=torch.device("cuda"))
-    assert found["ms"]["gemm"] == pytest.approx(0.025) and found["ms"]["communication"] == pytest.approx(0.025)
-    assert found["ms"]["exposed_communication"] == pytest.approx(0.015) and found["ms"]["idle"] == pytest.approx(0.010)
-    assert found["top"][0] == {"name": "nvjet", "class": "gemm", "ms": pytest.approx(0.025), "calls": 1}
-    total = sum(ms for kind, ms in found["ms"].items() if kind != "communication")
-    assert total == pytest.approx(found["step_ms"])
+    record = breakdown(None, steps=2, wall_s=100e-6, device=torch.device("cuda"))
+    assert record["ms"]["gemm"] == pytest.approx(0.025) and record["ms"]["communication"] == pytest.approx(0.025)
+    assert record["ms"]["exposed_communication"] == pytest.approx(0.015) and record["ms"]["idle"] == pytest.approx(
+        0.010
+    )
+    assert record["top"][0] == {"name": "nvjet", "class": "gemm", "ms": pytest.approx(0.025), "calls": 1}
+    total = sum(ms for kind, ms in record["ms"].items() if kind != "communication")
+    assert total == pytest.approx(record["step_ms"])
 
 
 def test_a_cpu_step_adds_up():

@@ -53,9 +53,9 @@ def test_loss_and_optimizer_are_compiled(compose, tmp_path: Path) -> None:
         finally:
             trainer.close()
         losses[name] = [(record["loss"], record["grad_norm"]) for record in run.metrics()]
-    for ours, theirs in zip(losses["compiled"], losses["plain"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    [record] = [one for one in json.loads((run.path / "pipeline.json").read_text()) if one["node"] == "compile"]
+    for compiled, plain in zip(losses["compiled"], losses["plain"], strict=True):
+        assert compiled == pytest.approx(plain, rel=1e-5)
+    [record] = [entry for entry in json.loads((run.path / "pipeline.json").read_text()) if entry["node"] == "compile"]
     assert record["verified"]["summary"] == (
         "2 graphs compiled, 0 graph breaks; 1 of them for compile.loss; 1 of them for compile.optimizer"
     )

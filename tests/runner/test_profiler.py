@@ -49,14 +49,14 @@ def test_nothing_on_other_ranks(tmp_path, kind, rank):
 
 
 def test_snapshots_follow_the_same_schedule(tmp_path, monkeypatch):
-    said: list = []
-    monkeypatch.setattr(compat, "record_memory_history", said.append)
-    monkeypatch.setattr(compat, "dump_memory_snapshot", lambda path: said.append(path.name))
+    calls: list = []
+    monkeypatch.setattr(compat, "record_memory_history", calls.append)
+    monkeypatch.setattr(compat, "dump_memory_snapshot", lambda path: calls.append(path.name))
     spec = schema.Profile(kind="memory", wait=1, warmup=1, active=2, repeat=2, max_allocations=7)
     profiler = Profiler(spec, RunDir(tmp_path), env())
     for step in range(1, 8):
-        assert said == [[], [], [7], [7]][step - 1] if step < 5 else True
+        assert calls == [[], [], [7], [7]][step - 1] if step < 5 else True
         profiler.step(step)
-    assert said == [7, "memory-step-00000004-rank-0.pickle", None, 7]
+    assert calls == [7, "memory-step-00000004-rank-0.pickle", None, 7]
     profiler.close()  # as after an error in step 8
-    assert said[4:] == ["memory-step-00000007-rank-0.pickle", None]
+    assert calls[4:] == ["memory-step-00000007-rank-0.pickle", None]

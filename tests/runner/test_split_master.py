@@ -50,9 +50,9 @@ def configured(path: Path, compose, master: str, steps: int, *overrides: str) ->
 
 
 def fit(config: Config, env: Env = ALONE) -> Trainer:
-    place = RunDir(Path(config.run.dir))
-    place.path.mkdir(exist_ok=True)
-    trainer = build_trainer(config, place, env)
+    run = RunDir(Path(config.run.dir))
+    run.path.mkdir(exist_ok=True)
+    trainer = build_trainer(config, run, env)
     try:
         trainer.fit()
     finally:
@@ -72,10 +72,10 @@ def state(trainer: Trainer) -> dict[str, Tensor]:
     return {name: whole(tensor) for name, tensor in (named | moments).items()}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def differing_names(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
     """Names of what differs in a bit."""
-    assert one.keys() == other.keys()
-    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+    assert first.keys() == second.keys()
+    return [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
 
 
 def test_resumes_to_the_bit_and_goes_through_a_run_with_float32_masters(compose, tmp_path: Path) -> None:
@@ -83,17 +83,17 @@ def test_resumes_to_the_bit_and_goes_through_a_run_with_float32_masters(compose,
     assert all(map(is_split, straight.built.masters.values())) and len(straight.built.masters) == 12
     half = trained(tmp_path / "half", compose, "split", 2)
     resumed = trained(tmp_path / "half", compose, "split", 4)
-    assert not same(state(resumed), state(straight))
+    assert not differing_names(state(resumed), state(straight))
     # no step is left: what is read is what is written again
     read = f"checkpoint.resume={tmp_path / 'half/checkpoints'}/step-00000004", "checkpoint.keep=9"
-    wide = trained(tmp_path / "wide", compose, "float32", 4, *read)
-    assert not any(map(is_split, wide.built.masters.values()))
-    assert not [name for name in same(state(wide), state(straight)) if name.endswith(".")]
-    wide.checkpointer._last_saved_step = None
-    wide._save()
-    back = trained(tmp_path / "back", compose, "split", 4, f"checkpoint.resume={tmp_path / 'wide'}")
-    assert not same(state(back), state(straight))
-    assert same(state(half), state(straight))
+    float32_run = trained(tmp_path / "wide", compose, "float32", 4, *read)
+    assert not any(map(is_split, float32_run.built.masters.values()))
+    assert not [name for name in differing_names(state(float32_run), state(straight)) if name.endswith(".")]
+    float32_run.checkpointer._last_saved_step = None
+    float32_run._save()
+    split_again = trained(tmp_path / "back", compose, "split", 4, f"checkpoint.resume={tmp_path / 'wide'}")
+    assert not differing_names(state(split_again), state(straight))
+    assert differing_names(state(half), state(straight))
 
 
 def on_ranks(rank: int, *configs: Config) -> list[dict[str, Tensor]]:
@@ -106,7 +106,7 @@ def on_ranks(rank: int, *configs: Config) -> list[dict[str, Tensor]]:
 def test_shards_resume_to_the_bit_and_change_places_with_float32_masters(compose, tmp_path: Path) -> None:
     """259 rows and 2 ranks: uneven shards."""
 
-    def two(name: str, steps: int, *overrides: str) -> Config:
+    def on_two_ranks(name: str, steps: int, *overrides: str) -> Config:
         return configured(
             tmp_path / name,
             compose,
@@ -119,11 +119,17 @@ def test_shards_resume_to_the_bit_and_change_places_with_float32_masters(compose
         )
 
     several = "train.global_batch=4"  # two microbatches
-    for ranks in run_ranks(on_ranks, 2, two("straight", 4, several), two("half", 2, several), two("half", 4, several)):
+    for ranks in run_ranks(
+        on_ranks,
+        2,
+        on_two_ranks("straight", 4, several),
+        on_two_ranks("half", 2, several),
+        on_two_ranks("half", 4, several),
+    ):
         straight, half, resumed = ranks
-        assert not same(resumed, straight) and same(half, straight)
+        assert not differing_names(resumed, straight) and differing_names(half, straight)
     # no step is left: what is read is what is written again
-    wide = trained(
+    float32_run = trained(
         tmp_path / "wide",
         compose,
         "float32",
@@ -133,12 +139,14 @@ def test_shards_resume_to_the_bit_and_change_places_with_float32_masters(compose
         "checkpoint.keep=9",
         f"checkpoint.resume={tmp_path / 'straight'}",
     )
-    assert not any(map(is_split, wide.built.masters.values()))
-    assert not [name for name in same(state(wide), straight) if name.endswith(".")]
-    wide.checkpointer._last_saved_step = None
-    wide._save()
-    for [back] in run_ranks(on_ranks, 2, two("back", 4, several, f"checkpoint.resume={tmp_path / 'wide'}")):
-        assert not same(back, straight)
+    assert not any(map(is_split, float32_run.built.masters.values()))
+    assert not [name for name in differing_names(state(float32_run), straight) if name.endswith(".")]
+    float32_run.checkpointer._last_saved_step = None
+    float32_run._save()
+    for [split_again] in run_ranks(
+        on_ranks, 2, on_two_ranks("back", 4, several, f"checkpoint.resume={tmp_path / 'wide'}")
+    ):
+        assert not differing_names(split_again, straight)
 
 
 def test_evaluation_reads_it(compose, tmp_path: Path) -> None:
@@ -149,7 +157,7 @@ def test_evaluation_reads_it(compose, tmp_path: Path) -> None:
     for name, tensor in target.items():
         tensor.copy_(weights[name])
     built.load(target)
-    assert not same(built.weights(), weights)
+    assert not differing_names(built.weights(), weights)
 
 
 def test_nothing_to_split_is_an_error(compose, tmp_path: Path) -> None:
