@@ -21,35 +21,37 @@ LLAMA3_8B = Model(
 )
 
 
-def work(model_spec=LLAMA3_8B, **degrees):
+def work_of(model_spec=LLAMA3_8B, **degrees):
     model = decoder.build(model_spec)
     dims = ParallelDims(**degrees)
     return ceilings.rank_work(model, model.facts, dims, seq_len=8192, local_batch=1, accumulation=2)
 
 
-def shapes(found):
-    return [(one.tokens, one.inputs, one.outputs, len(one.layers)) for one in [*found.linears, found.head]]
+def shapes(rank_work):
+    return [
+        (shape.tokens, shape.inputs, shape.outputs, len(shape.layers)) for shape in [*rank_work.linears, rank_work.head]
+    ]
 
 
 def test_the_work_of_one_rank_is_the_whole_model():
-    found = work()
-    assert shapes(found) == [
+    rank_work = work_of()
+    assert shapes(rank_work) == [
         (8192, 4096, 4096, 64),
         (8192, 4096, 1024, 64),
         (8192, 4096, 14336, 64),
         (8192, 14336, 4096, 32),
         (8192, 4096, 128256, 1),
     ]
-    assert (found.forwards, found.parameters, found.attentions) == (2, 8_030_261_248, 32)
+    assert (rank_work.forwards, rank_work.parameters, rank_work.attentions) == (2, 8_030_261_248, 32)
     # every FLOP of the published formula but attention's: 6 per weight of a matrix and token
-    products = sum(tokens * inputs * outputs * count for tokens, inputs, outputs, count in shapes(found))
+    products = sum(tokens * inputs * outputs * count for tokens, inputs, outputs, count in shapes(rank_work))
     facts = decoder.build(LLAMA3_8B).facts
     published = facts.flops_per_token(8192) - 12 * 32 * 32 * 128 * 8192
     assert 6 * products / 8192 == pytest.approx(published, rel=1e-4), "norms are in the formula"
 
 
 def test_each_axis_takes_its_part():
-    split = work(tp=4, cp=2, pp=2, dp_shard=2)
+    split = work_of(tp=4, cp=2, pp=2, dp_shard=2)
     assert shapes(split) == [
         (4096, 4096, 1024, 32),
         (4096, 4096, 256, 64),
@@ -65,13 +67,13 @@ def test_each_axis_takes_its_part():
 def test_a_matrix_that_is_not_counted_leaves_no_floor():
     model = decoder.build(spec())
     model.layers[1].experts = nn.Parameter(torch.empty(2, 3, 4, device="meta"))
-    found = ceilings.rank_work(model, model.facts, ParallelDims(), seq_len=16, local_batch=2, accumulation=1)
-    assert found.left_out == ("layers.1.experts",)
-    assert made(work=found).floor("bfloat16") is None
-    assert made(work=found).why_no_floor("bfloat16") == "no floor: it does not count layers.1.experts"
+    rank_work = ceilings.rank_work(model, model.facts, ParallelDims(), seq_len=16, local_batch=2, accumulation=1)
+    assert rank_work.left_out == ("layers.1.experts",)
+    assert make_ceilings(work=rank_work).floor("bfloat16") is None
+    assert make_ceilings(work=rank_work).why_no_floor("bfloat16") == "no floor: it does not count layers.1.experts"
 
 
-def made(**changes):
+def make_ceilings(**changes):
     """Two shapes, three layers, forward of 1, 2, 4 seconds and so on."""
     layers = GemmShape(8, 16, 16, ("a", "b")), GemmShape(8, 16, 17, ("c",))
 
@@ -108,7 +110,7 @@ def made(**changes):
 
 
 def test_the_floor_adds_up():
-    measured = made()
+    measured = make_ceilings()
     assert measured.best_attention == "fast"
     parts = {"linear": 10.5, "head": 35.0, "attention": 6.0, "optimizer": 1.0}
     assert measured.floor("bfloat16") == {**parts, "step": 52.5}
@@ -122,7 +124,7 @@ def test_the_floor_adds_up():
 
 
 def test_a_record_says_rates():
-    record = json.loads(json.dumps(made().record()))
+    record = json.loads(json.dumps(make_ceilings().record()))
     assert record["gemm"][0]["tflops"]["bfloat16"] == pytest.approx(3 * 2 * 8 * 16 * 16 / 7 / 1e12)
     assert record["floor_ms"]["bfloat16"]["step"] == 52_500
     assert set(record["floor_ms"]) == {"bfloat16", "float8_rowwise", "float8_rowwise_with_gw_hp"}

@@ -32,9 +32,9 @@ def test_groups_share_heads_in_order_with_and_without_a_mask(num_kv_heads: int) 
     scores = torch.stack([q[:, h] @ k[:, h // group].mT / 8**0.5 for h in range(6)], 1)
     causal = torch.ones(5, 5, dtype=torch.bool).tril()
     weights = scores.masked_fill(~causal, float("-inf")).softmax(-1)
-    wanted = torch.stack([weights[:, h] @ v[:, h // group] for h in range(6)], 1)
-    torch.testing.assert_close(attention.attend(q, k, v, None), wanted)
-    torch.testing.assert_close(attention.attend(q, k, v, causal), wanted)
+    expected = torch.stack([weights[:, h] @ v[:, h // group] for h in range(6)], 1)
+    torch.testing.assert_close(attention.attend(q, k, v, None), expected)
+    torch.testing.assert_close(attention.attend(q, k, v, causal), expected)
 
 
 def test_heads_that_do_not_divide_are_configuration_errors() -> None:
@@ -72,5 +72,5 @@ def test_blocks_of_a_mask_allow_what_the_dense_mask_allows(rows: list[int] | Non
         out = attention.attend(*leaves, mask)
         out.square().sum().backward()
         outs.append([t.detach().cpu() for t in (out, *(leaf.grad for leaf in leaves))])
-    for found, wanted in zip(*outs, strict=True):
-        assert (found - wanted).norm() < 2e-3 * wanted.norm(), "TF32 products"
+    for actual, expected in zip(*outs, strict=True):
+        assert (actual - expected).norm() < 2e-3 * expected.norm(), "TF32 products"

@@ -48,20 +48,20 @@ def test_facts() -> None:
 @pytest.mark.parametrize("name", ["llama3_2_tied", "qwen3"])
 def test_tokens_see_the_past_only(name: str) -> None:
     model, ids = build(SPECS[name]), tokens(2, 12)
-    other = ids.clone()
-    other[:, 7] = (other[:, 7] + 1) % VOCAB
+    changed_ids = ids.clone()
+    changed_ids[:, 7] = (changed_ids[:, 7] + 1) % VOCAB
     with torch.no_grad():
-        moved = (model(ids) - model(other)).abs().amax(dim=(0, 2))
+        moved = (model(ids) - model(changed_ids)).abs().amax(dim=(0, 2))
     assert (moved[:7] == 0).all() and (moved[7:] > 1e-4).all()
 
 
 def test_documents_do_not_see_each_other() -> None:
     model, ids = build(replace(SPECS["llama3_1"], document_mask=True)), tokens(1, 20)
     documents = torch.tensor([[0] * 8 + [1] * 12])
-    other = ids.clone()
-    other[0, :8] = tokens(1, 8, seed=1)
+    changed_ids = ids.clone()
+    changed_ids[0, :8] = tokens(1, 8, seed=1)
     with torch.no_grad():
-        together, changed = model(ids, documents_BS=documents), model(other, documents_BS=documents)
+        together, changed = model(ids, documents_BS=documents), model(changed_ids, documents_BS=documents)
         first, second = (model(part, documents_BS=torch.zeros_like(part)) for part in (ids[:, :8], ids[:, 8:]))
     assert (together[:, :8] - changed[:, :8]).abs().max() > 0.1
     assert torch.equal(together[:, 8:], changed[:, 8:])
@@ -124,14 +124,14 @@ def test_the_whole_model_compiles_as_one_graph(backend: str) -> None:
     }
     eager = model(ids[:, :-1], **arguments)
     eager.backward()
-    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     torch._dynamo.reset()
     model.compile(fullgraph=True, backend=backend)
     compiled = model(ids[:, :-1], **arguments)
     compiled.backward()
     torch.testing.assert_close(compiled, eager)
-    assert max(relative(p.grad, wanted[name]) for name, p in model.named_parameters()) < 1e-5
+    assert max(relative(p.grad, expected[name]) for name, p in model.named_parameters()) < 1e-5
 
 
 def test_too_long_a_sequence_is_a_configuration_error() -> None:
@@ -146,12 +146,12 @@ def test_bf16_on_cuda_follows_float32_on_the_cpu(masked: bool) -> None:
     spec = replace(SPECS["llama3_1"], document_mask=masked, init_std=0.05)
     model, ids = build(spec), tokens(2, 33)
     arguments = {"labels_BS": ids[:, 1:], "documents_BS": (torch.arange(32) // 10).expand(2, 32)}
-    wanted = model(ids[:, :-1], **arguments, loss_fn=CrossEntropy(8))
-    wanted.backward()
+    expected = model(ids[:, :-1], **arguments, loss_fn=CrossEntropy(8))
+    expected.backward()
     half = build(spec).to("cuda", torch.bfloat16)
     half.init_buffers(torch.device("cuda"))
     loss = half(ids[:, :-1].cuda(), **{k: v.cuda() for k, v in arguments.items()}, loss_fn=CrossEntropy(8))
     loss.backward()
-    assert abs(loss.item() / wanted.item() - 1) < 2e-3
+    assert abs(loss.item() / expected.item() - 1) < 2e-3
     grads = dict(model.named_parameters())
     assert max(relative(p.grad.cpu().float(), grads[n].grad) for n, p in half.named_parameters()) < 0.1

@@ -56,13 +56,13 @@ def test_draws_follow_the_probabilities_of_the_temperature() -> None:
     model = build(SPECS["llama3_1"])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        wanted = (model(torch.tensor([PROMPT]))[0, -1] / 0.7).softmax(-1)
+        expected = (model(torch.tensor([PROMPT]))[0, -1] / 0.7).softmax(-1)
     options = {"max_new_tokens": 1, "temperature": 0.7, "generator": generator}
     counts = torch.zeros(VOCAB)
     for _ in range(1000):
         counts[run(model, **options)[0]] += 1
-    deviation = (wanted * (1 - wanted) / 1000).sqrt()
-    assert ((counts / 1000 - wanted).abs() <= 5 * deviation + 2e-3).all()
+    deviation = (expected * (1 - expected) / 1000).sqrt()
+    assert ((counts / 1000 - expected).abs() <= 5 * deviation + 2e-3).all()
 
 
 def test_stop_ids_end_the_text_and_are_not_part_of_it() -> None:

@@ -39,10 +39,10 @@ def test_logits_loss_and_every_gradient(name: str) -> None:
     peer = peer_of(model)
     assert type(peer).__name__ == hf.hf_config(model.spec)["architectures"][0]
     inputs, labels = ids[:, :-1], ids[:, 1:]
-    theirs = peer(input_ids=inputs, use_cache=False).logits
+    hf_output = peer(input_ids=inputs, use_cache=False).logits
     with torch.no_grad():
-        assert (model(inputs) - theirs).abs().max() < 1e-5
-    peer_loss = F.cross_entropy(theirs.flatten(0, 1), labels.flatten(), reduction="sum")
+        assert (model(inputs) - hf_output).abs().max() < 1e-5
+    peer_loss = F.cross_entropy(hf_output.flatten(0, 1), labels.flatten(), reduction="sum")
     peer_loss.backward()
     loss = model(inputs, labels_BS=labels, loss_fn=CrossEntropy(32))
     loss.backward()
@@ -57,8 +57,8 @@ def test_logits_loss_and_every_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_greedy_generation(name: str) -> None:
     model, prompt = build(SPECS[name]), tokens(1, 5)
-    theirs = peer_of(model).generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
-    assert list(generate(model, prompt[0].tolist(), max_new_tokens=20, temperature=0.0)) == theirs[0, 5:].tolist()
+    hf_output = peer_of(model).generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert list(generate(model, prompt[0].tolist(), max_new_tokens=20, temperature=0.0)) == hf_output[0, 5:].tolist()
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -76,13 +76,13 @@ def test_names_survive_the_round_trip(name: str) -> None:
 def test_key_sets_are_strict_both_ways() -> None:
     spec = SPECS["llama3_1"]
     state = build(spec).state_dict()
-    theirs = hf.to_hf(state, spec)
-    for convert, good in ((hf.to_hf, state), (hf.from_hf, theirs)):
+    hf_output = hf.to_hf(state, spec)
+    for convert, good in ((hf.to_hf, state), (hf.from_hf, hf_output)):
         first = next(iter(good))
         with pytest.raises(CheckpointError, match=f"1 missing .{first}.*; 1 unexpected .stranger"):
             convert({n: t for n, t in good.items() if n != first} | {"stranger": state["norm.weight"]}, spec)
     with pytest.raises(CheckpointError, match="lm_head.weight differs from the embedding"):
-        hf.from_hf(theirs, replace(spec, tie_embeddings=True))
+        hf.from_hf(hf_output, replace(spec, tie_embeddings=True))
 
 
 def test_a_variant_that_the_family_lacks_is_refused() -> None:

@@ -83,10 +83,10 @@ def test_no_token_is_dropped_though_all_choose_the_same(weight_at: str) -> None:
     ]
     leaves = (x, weights, *experts.parameters())
     torch.testing.assert_close(got, sum(parts), rtol=1e-12, atol=1e-12)
-    seen, wanted = (torch.autograd.grad((t * draw(2, 7, 8, seed=5)).sum(), leaves) for t in (got, sum(parts)))
-    for a, b in zip(seen, wanted, strict=True):
+    actual, expected = (torch.autograd.grad((t * draw(2, 7, 8, seed=5)).sum(), leaves) for t in (got, sum(parts)))
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    assert (seen[2][0] == 0).all(), "an expert without tokens has a gradient of zeros"
+    assert (actual[2][0] == 0).all(), "an expert without tokens has a gradient of zeros"
 
 
 def test_balance_loss_is_that_of_each_sequence_and_comes_with_its_gradient() -> None:
@@ -160,13 +160,13 @@ def test_a_mixture_compiles_as_one_graph() -> None:
         }
         return loss.detach(), {name: p.grad for name, p in model.named_parameters()} | told
 
-    loss, wanted = step()
+    loss, expected = step()
     torch._dynamo.reset()
     for block in model.layers:
         block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     compiled, grads = step()
     torch.testing.assert_close(compiled, loss)
-    assert max(relative(grads[name], grad) for name, grad in wanted.items()) < 1e-5
+    assert max(relative(grads[name], grad) for name, grad in expected.items()) < 1e-5
 
 
 def test_each_expert_starts_from_a_stream_of_its_own() -> None:

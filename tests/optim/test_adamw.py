@@ -62,9 +62,9 @@ def split_masters_of(model: nn.Module) -> dict[str, Tensor]:
 
 def reference_of(model: nn.Module, implementation: str) -> torch.optim.AdamW:
     flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False}}
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    rest = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, **flags[implementation])
 
 
@@ -311,12 +311,12 @@ def train_alone() -> dict[str, Tensor]:
 )
 def test_shards_replicas_and_plain_tensors_train_as_in_one_process(implementation: str) -> None:
     expected = train_alone()
-    for found in run_ranks(train_sharded, 2, implementation):
-        layout = found.pop("layout")
+    for rank_result in run_ranks(train_sharded, 2, implementation):
+        layout = rank_result.pop("layout")
         assert [kind is DTensor for kind in layout] == [True] * 5 + [False, True, True]
-        assert set(found) == set(expected)
+        assert set(rank_result) == set(expected)
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=2e-5, atol=2e-6, msg=name)
+            torch.testing.assert_close(rank_result[name], tensor, rtol=2e-5, atol=2e-6, msg=name)
 
 
 def update_split(rank: int, fused: bool) -> dict[str, Tensor]:
@@ -350,5 +350,5 @@ def update_split(rank: int, fused: bool) -> dict[str, Tensor]:
 )
 def test_split_masters_of_shards(fused: bool) -> None:
     expected = update_split(0, fused)
-    for found in run_ranks(update_split, 2, fused):
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    for rank_result in run_ranks(update_split, 2, fused):
+        assert all(torch.equal(rank_result[name], tensor) for name, tensor in expected.items())

@@ -26,7 +26,7 @@ def test_updates_as_eager(backend: str, dtype: torch.dtype, master: torch.dtype 
     torch._dynamo.reset()
     models = [Toy(dtype), Toy(dtype)]
     optimizers = []
-    for model, how in zip(models, (backend, ""), strict=True):
+    for model, compiled in zip(models, (backend, ""), strict=True):
         named = dict(model.named_parameters())
         masters = {} if master is None else masters_of(model)
         if master == torch.int16:  # split: the remainder
@@ -35,9 +35,9 @@ def test_updates_as_eager(backend: str, dtype: torch.dtype, master: torch.dtype 
             for key, value in masters.items():
                 named[key].data.copy_(value)
         optimizers.append(
-            build(SPEC, named, masters=masters, device="cpu", one_backward=one and bool(how), compiled=how)
+            build(SPEC, named, masters=masters, device="cpu", one_backward=one and bool(compiled), compiled=compiled)
         )
-    ours, theirs = optimizers
+    ours, eager = optimizers
     assert isinstance(ours, CompiledAdamW) and ours.describe().startswith("compiled")
     clip = torch.tensor(0.7, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     for step, lr in enumerate(LRS):
@@ -47,10 +47,10 @@ def test_updates_as_eager(backend: str, dtype: torch.dtype, master: torch.dtype 
             optimizer.zero_grad()
     assert compat_compile.count_graphs_of(compiled_adamw.update) == graphs
     for name in ours.names:
-        mine, other = ours.state_tensors()[name], theirs.state_tensors()[name]
-        pairs: list[tuple[Tensor, Tensor]] = [(ours.master(name), theirs.master(name))]
-        pairs += [(mine[kind], other[kind]) for kind in mine]
-        for got, wanted in pairs:
-            torch.testing.assert_close(got, wanted, rtol=1e-12 if dtype == torch.float64 else 2e-4, atol=1e-6)
-    for got, wanted in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(got, wanted)
+        compiled_state, eager_state = ours.state_tensors()[name], eager.state_tensors()[name]
+        pairs: list[tuple[Tensor, Tensor]] = [(ours.master(name), eager.master(name))]
+        pairs += [(compiled_state[kind], eager_state[kind]) for kind in compiled_state]
+        for got, expected in pairs:
+            torch.testing.assert_close(got, expected, rtol=1e-12 if dtype == torch.float64 else 2e-4, atol=1e-6)
+    for got, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(got, expected)

@@ -28,11 +28,11 @@ def test_norms_and_biases_never_decay() -> None:
 
 
 def test_the_first_match_wins_and_matrices_take_the_groups_decay() -> None:
-    found = groups(
+    actual = groups(
         ParamGroup(r"^output\.", lr_scale=0.5, weight_decay=0.0),
         ParamGroup("wq|output", lr_scale=2.0, weight_decay=0.3),
     )
-    assert found == [
+    assert actual == [
         ParameterGroup(("output.weight",), 0.5, 0.0),
         ParameterGroup(("layers.0.attention.wq.weight",), 2.0, 0.3),
         ParameterGroup(("layers.0.attention.wq.bias",), 2.0, 0.0),

@@ -33,8 +33,8 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_table(name: str) -> None:
-    found, expected = GOLDEN[name]
-    assert found == pytest.approx(expected, rel=1e-12)
+    lrs, expected = GOLDEN[name]
+    assert lrs == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
@@ -42,11 +42,11 @@ def test_golden_table(name: str) -> None:
 @pytest.mark.parametrize("lr", [3e-4, 1 / 3, 7e-5])
 def test_ends_are_exact(kind: str, ratio: float, lr: float) -> None:
     spec = Schedule(kind=kind, warmup_steps=7, min_lr_ratio=ratio, decay_steps=11)
-    found = [lr_at(spec, step=step, steps=101, lr=lr) for step in range(1, 102)]
-    assert found[6] == lr
-    assert found[-1] == lr * ratio
-    assert all(0 < a < b for a, b in zip(found[:6], found[1:7], strict=True))
-    assert all(a >= b for a, b in zip(found[6:], found[7:], strict=False))
+    lrs = [lr_at(spec, step=step, steps=101, lr=lr) for step in range(1, 102)]
+    assert lrs[6] == lr
+    assert lrs[-1] == lr * ratio
+    assert all(0 < a < b for a, b in zip(lrs[:6], lrs[1:7], strict=True))
+    assert all(a >= b for a, b in zip(lrs[6:], lrs[7:], strict=False))
 
 
 @pytest.mark.parametrize(("kind", "warmup", "decay"), [("cosine", 11, 0), ("constant", 11, 0), ("wsd", 6, 5)])

@@ -9,15 +9,10 @@ from titanyaml.errors import ConfigError
 
 
 def lr_at(spec: schema.Schedule, *, step: int, steps: int, lr: float) -> float:
-    """Learning rate of one step.
+    """Learning rate of ``step`` (from 1 to ``steps``): linear warm-up to the peak ``lr``, then ``spec.kind``.
 
-    Warm-up is linear: step 1 already trains, the peak is reached exactly at ``warmup_steps`` (at step 1 without
-    warm-up). Then ``cosine`` (half a period) and ``linear`` fall from there to exactly ``min_lr_ratio * lr`` at the
-    last step, ``wsd`` stays and falls linearly over the last ``decay_steps``, ``constant`` stays. Where the peak is the
-    last step, nothing is left to fall.
-
-    Args:
-        step: from 1 to ``steps``. lr: the peak.
+    ``cosine`` (half a period) and ``linear`` fall to ``min_lr_ratio * lr`` at the last step; ``wsd`` stays at the peak
+    and falls linearly over the last ``decay_steps``; ``constant`` stays.
 
     Raises:
         ConfigError: warm-up and decay do not fit into ``steps``.
@@ -30,6 +25,8 @@ def lr_at(spec: schema.Schedule, *, step: int, steps: int, lr: float) -> float:
             key="schedule.warmup_steps",
             hint=f"schedule.warmup_steps={max(steps - decay_steps, 0) // 2}",
         )
+    # Step 1 already trains, and the peak is reached exactly at the last step of warm-up. Where that is the last step of
+    # all, this returns: no decay below divides by 0.
     peak_step = max(spec.warmup_steps, 1)
     if step <= peak_step:
         return lr * (step / peak_step)
@@ -37,17 +34,18 @@ def lr_at(spec: schema.Schedule, *, step: int, steps: int, lr: float) -> float:
         case "constant":
             return lr
         case "wsd":
-            return _between(lr, spec.min_lr_ratio, 1 - (steps - step) / decay_steps if decay_steps else 0.0)
+            return _decayed(lr, spec.min_lr_ratio, 1 - (steps - step) / decay_steps if decay_steps else 0.0)
         case "linear":
-            return _between(lr, spec.min_lr_ratio, (step - peak_step) / (steps - peak_step))
+            return _decayed(lr, spec.min_lr_ratio, (step - peak_step) / (steps - peak_step))
         case "cosine":
             progress = (step - peak_step) / (steps - peak_step)
-            return _between(lr, spec.min_lr_ratio, 0.5 * (1 - math.cos(math.pi * progress)))
+            return _decayed(lr, spec.min_lr_ratio, 0.5 * (1 - math.cos(math.pi * progress)))
     raise AssertionError(f"unknown schedule {spec.kind!r}")
 
 
-def _between(lr: float, ratio: float, fallen: float) -> float:
-    """From ``lr`` (fallen 0 or less) to ``ratio * lr`` (fallen 1), both ends exact."""
-    if fallen <= 0:
+def _decayed(lr: float, min_ratio: float, progress: float) -> float:
+    """Interpolate from ``lr`` (progress 0 or less) to ``min_ratio * lr`` (progress 1)."""
+    # both ends are returned as they are: interpolated, they would be off by a rounding
+    if progress <= 0:
         return lr
-    return lr * ratio if fallen >= 1 else lr * (1 - (1 - ratio) * fallen)
+    return lr * min_ratio if progress >= 1 else lr * (1 - (1 - min_ratio) * progress)

@@ -40,13 +40,13 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def test_equals_plain_cross_entropy_for_any_chunk(chunk_tokens: int, dtype: torch.dtype) -> None:
     hidden, weight, labels = inputs(dtype)
     loss = CrossEntropy(chunk_tokens)(hidden, weight, labels)
-    wanted = plain(hidden, weight, labels)
+    expected = plain(hidden, weight, labels)
     assert loss.shape == () and loss.dtype == dtype
-    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(loss, expected)
     scale = torch.tensor(0.37, dtype=dtype)
     got = torch.autograd.grad(loss * scale, (hidden, weight))
-    for ours, theirs in zip(got, torch.autograd.grad(wanted * scale, (hidden, weight)), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for actual_grad, expected_grad in zip(got, torch.autograd.grad(expected * scale, (hidden, weight)), strict=True):
+        torch.testing.assert_close(actual_grad, expected_grad)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_compiled_equals_eager(backend: str, dtype: torch.dtype) -> None:
     for compiled in ("", backend):
         loss = CrossEntropy(8, compiled=compiled)(hidden, weight, labels)
         results.append((loss, *torch.autograd.grad(loss * 0.37, (hidden, weight))))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for actual_grad, expected_grad in zip(*results, strict=True):
+        torch.testing.assert_close(actual_grad, expected_grad)
     assert compat_compile.count_graphs_of(chunk_loss) == 2
     with torch.no_grad():
         torch.testing.assert_close(CrossEntropy(21, compiled=backend)(hidden, weight, labels), loss)
@@ -78,12 +78,12 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize(("hidden_grad", "weight_grad"), [(True, False), (False, True)])
 def test_only_what_requires_a_gradient_gets_one(hidden_grad: bool, weight_grad: bool) -> None:
     hidden, weight, labels = inputs()
-    wanted = torch.autograd.grad(plain(hidden, weight, labels), (hidden, weight))
+    expected = torch.autograd.grad(plain(hidden, weight, labels), (hidden, weight))
     hidden.requires_grad_(hidden_grad)
     weight.requires_grad_(weight_grad)
     CrossEntropy(4)(hidden, weight, labels).backward()
-    for tensor, needed, gradient in ((hidden, hidden_grad, wanted[0]), (weight, weight_grad, wanted[1])):
-        if needed:
+    for tensor, needs_grad, gradient in ((hidden, hidden_grad, expected[0]), (weight, weight_grad, expected[1])):
+        if needs_grad:
             torch.testing.assert_close(tensor.grad, gradient)
         else:
             assert tensor.grad is None
@@ -118,14 +118,14 @@ def test_bf16_sums_the_weight_gradient_in_float32() -> None:
 def test_the_head_gradient_is_rounded_within_half_of_its_sum(monkeypatch, vocab: int) -> None:
     monkeypatch.setattr(HeadGradient, "PIECE", 48)  # pieces that end within a row
     generator = torch.Generator().manual_seed(0)
-    head, wanted = HeadGradient(torch.empty(vocab, DIM, dtype=torch.bfloat16)), torch.zeros(vocab, DIM)
+    head, expected = HeadGradient(torch.empty(vocab, DIM, dtype=torch.bfloat16)), torch.zeros(vocab, DIM)
     for tokens in (5, 1, 9):
         grad, hidden = (torch.randn(tokens, n, generator=generator).bfloat16() for n in (vocab, DIM))
         head.add(grad, hidden)
-        wanted += grad.float().t() @ hidden.float()
-    found = head.rounded()
-    assert found.is_contiguous() and torch.equal(found, wanted.bfloat16())
-    assert found.untyped_storage().nbytes() <= 4 * DIM * (vocab // 2 + 8) and not head.sums
+        expected += grad.float().t() @ hidden.float()
+    result = head.rounded()
+    assert result.is_contiguous() and torch.equal(result, expected.bfloat16())
+    assert result.untyped_storage().nbytes() <= 4 * DIM * (vocab // 2 + 8) and not head.sums
 
 
 class Recorder(TorchDispatchMode):
@@ -150,9 +150,9 @@ def test_no_tensor_of_all_logits_is_made(dtype: torch.dtype) -> None:
     hidden = torch.randn(tokens, dim, generator=generator).to(dtype)
     weight = torch.randn(vocab, dim, generator=generator).to(dtype)
     labels = torch.randint(vocab, (tokens,), generator=generator)
-    with Recorder() as seen:
+    with Recorder() as recorder:
         chunked_cross_entropy(hidden, weight, labels, chunk, IGNORE_INDEX, True, True, *ALONE)
-    assert max(seen.sizes) == chunk * vocab  # 1/16 of [tokens, V]
+    assert max(recorder.sizes) == chunk * vocab  # 1/16 of [tokens, V]
     with Recorder() as reference:
         plain(hidden.view(1, tokens, dim), weight, labels)
     assert max(reference.sizes) == tokens * vocab
@@ -160,11 +160,11 @@ def test_no_tensor_of_all_logits_is_made(dtype: torch.dtype) -> None:
 
 def test_without_gradients_no_gradient_work_is_done() -> None:
     hidden, weight, labels = inputs()
-    with Recorder() as seen:
+    with Recorder() as recorder:
         loss, *gradients = chunked_cross_entropy(
             hidden.detach().flatten(0, 1), weight.detach(), labels.flatten(), 4, IGNORE_INDEX, False, False, *ALONE
         )
-    assert not seen.names & {"addmm_", "addmm", "scatter_", "exp"} and [g.numel() for g in gradients] == [0, 0]
+    assert not recorder.names & {"addmm_", "addmm", "scatter_", "exp"} and [g.numel() for g in gradients] == [0, 0]
     with torch.no_grad():
         evaluated = CrossEntropy(4)(hidden, weight, labels)
     assert not evaluated.requires_grad and torch.equal(evaluated, loss)
@@ -181,8 +181,8 @@ def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
 
 def test_another_ignore_index_is_honoured() -> None:
     hidden, weight, labels = inputs()
-    other = labels.where(labels != IGNORE_INDEX, 7777)
-    torch.testing.assert_close(CrossEntropy(4, 7777)(hidden, weight, other), plain(hidden, weight, labels))
+    relabelled = labels.where(labels != IGNORE_INDEX, 7777)
+    torch.testing.assert_close(CrossEntropy(4, 7777)(hidden, weight, relabelled), plain(hidden, weight, labels))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -193,13 +193,13 @@ def test_compiles_without_a_graph_break(backend: str) -> None:
         return loss_fn(hidden.tanh(), weight, labels) / 17
 
     hidden, weight, labels = inputs()
-    wanted = step(hidden, weight, labels)
-    wanted_grads = torch.autograd.grad(wanted, (hidden, weight))
+    expected = step(hidden, weight, labels)
+    wanted_grads = torch.autograd.grad(expected, (hidden, weight))
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend=backend)(hidden, weight, labels)
-    torch.testing.assert_close(compiled, wanted)
-    for ours, theirs in zip(torch.autograd.grad(compiled, (hidden, weight)), wanted_grads, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(compiled, expected)
+    for actual_grad, expected_grad in zip(torch.autograd.grad(compiled, (hidden, weight)), wanted_grads, strict=True):
+        torch.testing.assert_close(actual_grad, expected_grad)
 
 
 def test_operator_contract_and_fake_tensors() -> None:
@@ -235,11 +235,11 @@ def test_bf16_on_cuda_neither_rounds_logits_nor_stalls() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    wanted = plain(*wide, labels)
-    wanted.backward()
-    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
-    for ours, theirs in zip((hidden, weight), wide, strict=True):
-        error = (ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()
+    expected = plain(*wide, labels)
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    for actual_grad, expected_grad in zip((hidden, weight), wide, strict=True):
+        error = (actual_grad.grad.double() - expected_grad.grad).norm() / expected_grad.grad.norm()
         assert error < 5e-3
 
 
@@ -264,11 +264,11 @@ def test_rows_of_the_vocabulary_on_several_ranks(ranks: int, chunk_tokens: int, 
     """With logits of thousands (scale 300) only a maximum over all ranks keeps the sum finite."""
     hidden, weight, labels = inputs(torch.float64, vocab=54)
     weight = (weight.detach() * scale).requires_grad_()
-    wanted = plain(hidden, weight, labels)
-    wanted.backward()
+    expected = plain(hidden, weight, labels)
+    expected.backward()
     losses, hidden_grads, weight_grads = zip(*run_ranks(sharded, ranks, chunk_tokens, scale, compiled), strict=True)
     assert all(torch.equal(loss, losses[0]) for loss in losses)
-    torch.testing.assert_close(losses[0], wanted.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(losses[0], expected.detach(), rtol=1e-13, atol=0)
     torch.testing.assert_close(sum(hidden_grads), hidden.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(weight_grads[0], weight.grad, rtol=1e-12, atol=1e-12)
 
