@@ -13,19 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One weight matrix of a block.
-
-    Args:
-        name: within the block. inputs, outputs: features.
-        column: tensor parallelism splits the outputs; else the inputs.
-        reads: name of its input tensor. Matrices with the same input share its float8 cast.
-    """
+    """One weight matrix of a block."""
 
     name: str
     inputs: int
     outputs: int
-    column: bool
-    reads: str
+    column: bool  # tensor parallelism splits the outputs; else the inputs
+    reads: str  # name of its input; matrices with the same one share its float8 cast
 
     @property
     def params(self) -> int:
@@ -38,47 +32,29 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class MixtureShape:
-    """The router and the experts of a mixture block.
-
-    Args:
-        num_experts: of a block. top_k: experts of a token. ffn_dim: inner width of an expert.
-        shared_ffn_dim: inner width of the expert that every token passes; 0: none.
-        first_dense: leading blocks that stay dense. every: the last block of each so many is a mixture.
-        balanced_by_loss: tp ranks all-reduce the router's scores for a balance loss.
-    """
+    """The router and the experts of a mixture block."""
 
     num_experts: int
-    top_k: int
-    ffn_dim: int
-    shared_ffn_dim: int = 0
-    first_dense: int = 0
-    every: int = 1
-    balanced_by_loss: bool = False
+    top_k: int  # experts of a token
+    ffn_dim: int  # inner width of an expert
+    shared_ffn_dim: int = 0  # inner width of the expert that every token passes; 0: none
+    first_dense: int = 0  # leading blocks that stay dense
+    every: int = 1  # the last block of each so many is a mixture
+    balanced_by_loss: bool = False  # tp ranks all-reduce the router's scores for a balance loss
 
 
 @dataclass(frozen=True)
 class BlockKind:
-    """In what the blocks of one decoder may differ.
+    """In what the blocks of one decoder may differ."""
 
-    Args:
-        mixture: the feed-forward is a mixture of experts. rotary: queries and keys are rotated.
-        chunk: attention is local to chunks of so many tokens; None: all tokens.
-    """
-
-    mixture: bool = False
-    rotary: bool = True
-    chunk: int | None = None
+    mixture: bool = False  # the feed-forward is a mixture of experts
+    rotary: bool = True  # queries and keys are rotated
+    chunk: int | None = None  # attention is local to chunks of so many tokens; None: all tokens
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """A decoder.
-
-    Args:
-        gated: three matrices in a feed-forward (SwiGLU: w1 gate, w3 up, w2 down); else two (w3, w2).
-        rotary: queries and keys are rotated, but in every ``nope_every``-th block. head_norms: each has a norm.
-        attention_chunk: tokens within which blocks with rotation attend. mixture: None for a dense decoder.
-    """
+    """A decoder."""
 
     name: str
     vocab_size: int
@@ -89,27 +65,24 @@ class DecoderShape:
     head_dim: int
     ffn_dim: int
     tied: bool = False
-    gated: bool = True
+    gated: bool = True  # SwiGLU: w1 gate, w3 up, w2 down; else w3 and w2 alone
     rotary: bool = True
-    head_norms: bool = False
+    head_norms: bool = False  # each query and key head has a norm
     mixture: MixtureShape | None = None
-    nope_every: int = 0
-    attention_chunk: int | None = None
+    nope_every: int = 0  # the last block of each so many has no rotation; 0: all have
+    attention_chunk: int | None = None  # tokens within which blocks with rotation attend
 
     @classmethod
     def of(cls, model: Any) -> DecoderShape:
         """The shape of a ``schema.Model``, or of a rule's view of one."""
         moe, mixture = model.moe, None
         if moe.num_experts:
-            width = moe.ffn_dim or model.ffn_dim
-            placement = (moe.first_dense, moe.every)
-            balanced = moe.balance_loss > 0
-            mixture = MixtureShape(moe.num_experts, moe.top_k, width, moe.shared_ffn_dim, *placement, balanced)
-        head_dim = model.head_dim or model.dim // model.num_heads
+            widths, placement = (moe.ffn_dim or model.ffn_dim, moe.shared_ffn_dim), (moe.first_dense, moe.every)
+            mixture = MixtureShape(moe.num_experts, moe.top_k, *widths, *placement, moe.balance_loss > 0)
         names = ("name", "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim")
         return cls(
             **{name: getattr(model, name) for name in (*names, "nope_every", "attention_chunk")},
-            head_dim=head_dim,
+            head_dim=model.head_dim or model.dim // model.num_heads,
             tied=model.tie_embeddings,
             head_norms=model.qk_norm,
             mixture=mixture,

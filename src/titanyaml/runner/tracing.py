@@ -67,15 +67,11 @@ class StepWork:
 
 
 class _WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types here
-    """Records GEMMs and collectives of plain tensors; DTensors turn into those first.
-
-    Args:
-        axes: by namespace of the operator ("c10d": FSDP and the pipeline; "_c10d_functional": our plugins;
-            "exchanges": all-to-alls of either), then by name of the process group.
-    """
+    """Records GEMMs and collectives of plain tensors; DTensors turn into those first."""
 
     def __init__(self, axes: dict[str, dict[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # by user ("c10d": FSDP and the pipeline; "_c10d_functional": our plugins; "exchanges": all-to-alls), then group
         self.axes, self.work = axes, StepWork()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,9 +235,8 @@ def plan_work(job: Job, *, pipeline_rank: int = 0) -> StepWork:
     blocks = [block for stage in stages for block in stage.blocks]
     levels = kept_matmuls.block_levels(job.ac_keep, blocks=len(blocks))
     for layer, (block, level) in enumerate(zip(blocks, levels, strict=True)):
-        recomputes = job.ac != "none" and (job.ac != "selective_layer" or layer % job.ac_every == 0)
         operator_lists += [operators.block_forward(job, block), operators.block_backward(job, block)]
-        operator_lists += [operators.block_recompute(job, block, level)] if recomputes else []
+        operator_lists += [operators.block_recompute(job, block, level)] if step.recomputes(job, layer) else []
     work.flops = job.microbatches * sum(map(operators.gemm_flops, operator_lists))
     for (axis, op), (count, size, _, _) in step.plan_rank(job, pipeline_rank).times.comm.items():
         work.comm[axis, op] = [round(count), size]
