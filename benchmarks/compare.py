@@ -1,9 +1,9 @@
-"""Ours and, where a checkout is at hand, torchtitan on the same rows, one after the other on the same GPU.
+"""Speed and memory of titanyaml and, with a checkout, of torchtitan: the same rows, one after the other on one GPU.
 
     python benchmarks/compare.py --torchtitan ../torchtitan --out benchmarks/results/h200
     python benchmarks/compare.py --rows debug --out /tmp/dry     # a dry run: any machine, seconds
 
-Writes ``<out>.json`` and ``<out>.md``. A side that fails is recorded with the end of its output, and the others go on.
+Writes ``<out>.json`` and ``<out>.md``. A side that fails is recorded with the end of its output; the others still run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from titanyaml.launch.local import free_port
 from titanyaml.runner.bench_report import table
 
 HERE = Path(__file__).resolve().parent
-#: Starting a side leaves the device idle for 20 s and more, so that each meets it at about the same temperature.
+# Each side starts in a new process, which leaves the device idle for 20 s and more: both begin at about the same
+# temperature, so that the order of the sides does not matter.
 SKIPPED_STEPS, MEASURED_STEPS = 5, 12
 #: A line of torchtitan's log.
 STEP = re.compile(r"step:\s*(\d+)\s+loss:\s*([\d.]+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)")
@@ -35,7 +36,7 @@ _3B = ["model=llama3_3b", "model.tie_embeddings=false", "train.local_batch=4", "
 _3B_PEER = ["--model.flavor=3B", "--training.local_batch_size=4", "--training.seq_len=4096"]
 _8B = ["model=llama3_8b", "train.local_batch=1", "train.seq_len=8192"]
 _8B_PEER = ["--model.flavor=8B", "--training.local_batch_size=1", "--training.seq_len=8192"]
-_KEEP = ["--activation_checkpoint.mode=none"]
+_NO_RECOMPUTE = ["--activation_checkpoint.mode=none"]
 _SELECTIVE = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 
 
@@ -49,34 +50,36 @@ def _float8(recipe: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Row:
-    """The same work for both: our overrides and torchtitan's options (None: it has no such work)."""
+    """The same work for both sides: our overrides, and torchtitan's options (None: it cannot do this work)."""
 
     ours: list[str]
     peer: list[str] | None
 
 
-#: Casts and products of ours; kept float8 weights take a byte a parameter, split masters give two back.
-_OWN = ["quant.product=own", "quant.fast_accum=true", "optim.master=split"]
-_KEPT = [*_OWN, "quant.force_recompute_weight=false"]
-#: The same work on both sides, each with the least recomputation that fits its memory.
+#: Our float8 casts and GEMMs.
+_OWN_FLOAT8 = ["quant.product=own", "quant.fast_accum=true", "optim.master=split"]
+# Float8 weights kept for the backward pass take a byte a parameter; split masters give two back.
+_KEPT_WEIGHTS = [*_OWN_FLOAT8, "quant.force_recompute_weight=false"]
+#: Each side recomputes the least that fits its memory.
 ROWS = {
-    "3b-bf16": Row([*_3B, "ac=none"], [*_3B_PEER, *_KEEP]),
+    "3b-bf16": Row([*_3B, "ac=none"], [*_3B_PEER, *_NO_RECOMPUTE]),
     "3b-bf16-69gib": Row(
         [*_3B, "ac=memory_budget", "ac.budget=0.8", "optim.master=split", "loss.chunk_tokens=1536"],
         [*_3B_PEER, *_SELECTIVE],
     ),
     "3b-float8-rowwise": Row(
-        [*_3B, "ac=none", "quant=float8_rowwise", *_KEPT], [*_3B_PEER, *_KEEP, *_float8("rowwise")]
+        [*_3B, "ac=none", "quant=float8_rowwise", *_KEPT_WEIGHTS], [*_3B_PEER, *_NO_RECOMPUTE, *_float8("rowwise")]
     ),
     "3b-float8-tensorwise": Row(
-        [*_3B, "ac=none", "quant=float8_tensorwise", *_KEPT], [*_3B_PEER, *_KEEP, *_float8("tensorwise")]
+        [*_3B, "ac=none", "quant=float8_tensorwise", *_KEPT_WEIGHTS],
+        [*_3B_PEER, *_NO_RECOMPUTE, *_float8("tensorwise")],
     ),
     "8b-bf16": Row([*_8B, "ac=memory_budget", "ac.budget=0.8", "optim.master=split"], [*_8B_PEER, *_SELECTIVE]),
     "8b-float8-rowwise": Row(
-        [*_8B, "ac=none", "quant=float8_rowwise", *_OWN], [*_8B_PEER, *_SELECTIVE, *_float8("rowwise")]
+        [*_8B, "ac=none", "quant=float8_rowwise", *_OWN_FLOAT8], [*_8B_PEER, *_SELECTIVE, *_float8("rowwise")]
     ),
     "8b-float8-tensorwise": Row(
-        [*_8B, "ac=none", "quant=float8_tensorwise", *_OWN], [*_8B_PEER, *_SELECTIVE, *_float8("tensorwise")]
+        [*_8B, "ac=none", "quant=float8_tensorwise", *_OWN_FLOAT8], [*_8B_PEER, *_SELECTIVE, *_float8("tensorwise")]
     ),
     "debug": Row(
         [
@@ -91,7 +94,7 @@ ROWS = {
         ["--model.flavor=debugmodel"],
     ),
 }
-#: On every row of ours. Compilation is the default on a GPU.
+#: Overrides of all our rows. Compilation needs none: it is the default on a GPU.
 COMMON = [
     "runner=bench",
     "parallel=single",
@@ -109,7 +112,7 @@ COMMON_PEER = [
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the rows; 1 where a side failed."""
+    """Run the rows; return 1 if a side failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = [name for name in ROWS if name != "debug"]
     parser.add_argument(
@@ -133,13 +136,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """Both sides of a row, and our tokens/s over theirs."""
-    found: dict[str, Any] = {"ours": run_ours(row, options.add)}
+    """Run both sides of a row; ``ratio`` is our tokens/s over torchtitan's."""
+    sides: dict[str, Any] = {"ours": run_ours(row, options.add)}
     if options.torchtitan is not None and row.peer is not None:
-        found["torchtitan"] = run_peer(row, options.torchtitan.resolve())
-    rates = [side.get("tps") for side in found.values()]
-    found["ratio"] = rates[0] / rates[1] if len(rates) == 2 and all(rates) else None
-    return found
+        sides["torchtitan"] = run_peer(row, options.torchtitan.resolve())
+    rates = [side.get("tps") for side in sides.values()]
+    return {**sides, "ratio": rates[0] / rates[1] if len(rates) == 2 and all(rates) else None}
 
 
 def run_ours(
@@ -151,30 +153,32 @@ def run_ours(
     program: tuple[str, ...] = ("-m", "titanyaml"),
     variables: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What bench.json says, the first losses, and what each plugin said before and after the first step.
+    """Run our side; return bench.json, the first losses, and each plugin's summaries before and after the first step.
 
     Args:
-        common: in place of ``COMMON``. limit_s: after this many seconds the run is killed, and has failed.
-        program: what Python runs, before the overrides. variables: of its environment, beside those that are there.
+        common: overrides in place of ``COMMON``.
+        limit_s: seconds after which the run is killed and counts as failed.
+        program: Python's arguments before the overrides.
+        variables: environment variables to add.
     """
     common = COMMON if common is None else common
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *program, *common, *row.ours, *more, f"run.dir={folder}/run"]
-        done = run(command, cwd=HERE.parent, extra=variables or {}, limit_s=limit_s)
-        made = Path(folder, "run")
-        if done.returncode or not (made / "bench.json").is_file():
-            return failed(command, done)
+        process = run(command, cwd=HERE.parent, extra=variables or {}, limit_s=limit_s)
+        run_dir = Path(folder, "run")
+        if process.returncode or not (run_dir / "bench.json").is_file():
+            return failure(command, process)
         plugins = {
             record["node"]: [record["summary"], record.get("verified", {}).get("summary")]
-            for record in json.loads((made / "pipeline.json").read_text())
+            for record in json.loads((run_dir / "pipeline.json").read_text())
             if "summary" in record
         }
-        losses = [json.loads(line)["loss"] for line in (made / "metrics.jsonl").read_text().splitlines()[:10]]
+        losses = [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:10]]
         return {
             "command": command[1:-1],
             "first_losses": losses,
             "plugins": plugins,
-            **json.loads((made / "bench.json").read_text()),
+            **json.loads((run_dir / "bench.json").read_text()),
         }
 
 
@@ -187,41 +191,31 @@ def run_peer(
     measured: int = MEASURED_STEPS,
     limit_s: float | None = None,
 ) -> dict[str, Any]:
-    """The figures of torchtitan's log: median of the measured steps, largest memory.
+    """Run torchtitan; return the figures of its log: median speed of the measured steps, largest memory.
 
     Args:
-        ranks: on this host; more than one are started by torchrun. skipped, measured: steps. limit_s: as of run_ours.
+        ranks: processes on this host; several are started by torchrun.
+        skipped, measured: numbers of steps.
+        limit_s: see ``run_ours``.
     """
-    earlier = filter(None, [os.environ.get("PYTHONPATH")])
-    place = {"PYTHONPATH": os.pathsep.join([str(checkout), str(HERE), *earlier])}
+    # HERE is on the path for torchtitan_sizes.py, which torchtitan imports
+    search_path = [str(checkout), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {"PYTHONPATH": os.pathsep.join(search_path)}
     program = ["-m", "torchtitan.train", *COMMON_PEER, *row.peer, f"--training.steps={skipped + measured}"]
-    with free_port() as port:  # two comparisons may run at a time, on a GPU each
+    with free_port() as port:  # two comparisons may run at the same time, on a GPU each
         if ranks == 1:
-            place |= {
-                "RANK": "0",
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
+            variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         else:
-            program = [
-                "-m",
-                "torch.distributed.run",
-                "--nnodes=1",
-                f"--nproc-per-node={ranks}",
-                "--local-addr=127.0.0.1",
-                "--master-addr=127.0.0.1",
-                f"--master-port={port}",
-                "--local-ranks-filter=0",
-                *program,
-            ]
+            torchrun = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
+            torchrun += ["--local-addr=127.0.0.1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+            program = [*torchrun, "--local-ranks-filter=0", *program]  # the log of rank 0 alone is read
         command = [sys.executable, *program]
-        done = run(command, cwd=checkout, extra=place, limit_s=limit_s)
-    steps = STEP.findall(done.stdout + done.stderr)
+        process = run(command, cwd=checkout, extra=variables, limit_s=limit_s)
+    steps = STEP.findall(process.stdout + process.stderr)
     rates = [float(tps.replace(",", "")) for number, _, _, tps in steps if int(number) > skipped]
-    if done.returncode or len(rates) < measured:
-        return failed(command, done)
+    if process.returncode or len(rates) < measured:
+        return failure(command, process)
     tps = statistics.median(rates)
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True)
     return {
@@ -237,7 +231,7 @@ def run_peer(
 def run(
     command: list[str], *, cwd: Path, extra: dict[str, str], limit_s: float | None = None
 ) -> subprocess.CompletedProcess:
-    """Run to the end or the limit, then kill it with all that it started."""
+    """Run a command; after ``limit_s`` seconds kill it and all processes that it started."""
     print(" ".join(command[1:]), file=sys.stderr, flush=True)
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, **extra}
     process = subprocess.Popen(
@@ -252,19 +246,21 @@ def run(
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # the whole session: ranks would go on and hold the GPU
         out, err = process.communicate()
         err += f"\nkilled after {limit_s:.0f} s"
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def failed(command: list[str], done: subprocess.CompletedProcess) -> dict[str, Any]:
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return {"command": command[1:], "error": f"exit code {done.returncode}: " + "\n".join(lines[-15:])}
+def failure(command: list[str], process: subprocess.CompletedProcess) -> dict[str, Any]:
+    """The record of a side that failed: its command and the end of its output."""
+    lines = (process.stderr or process.stdout).strip().splitlines()
+    return {"command": command[1:], "error": f"exit code {process.returncode}: " + "\n".join(lines[-15:])}
 
 
 def write(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
-    """Both files, after every row: a call that is interrupted keeps what it has."""
+    """Write both files."""
+    # after every row, so that an interrupted comparison keeps its finished rows
     content = {
         "environment": machine.describe(),
         "skipped_steps": SKIPPED_STEPS,

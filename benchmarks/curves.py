@@ -1,11 +1,10 @@
-"""Loss curves of what changes the arithmetic: recipes, kernels, optimizers, beside bfloat16 with PyTorch's own kernels.
+"""Loss curves of float8 recipes, kernels and optimizers, compared with bfloat16 and PyTorch's own kernels.
 
     python benchmarks/curves.py --text corpus.jsonl --seeds 0,1,2 --jobs 4 --out benchmarks/results/curves_h200
 
-One model of 100 million parameters; with one seed a curve differs from the reference by its row's options alone. Judged
-are means over 50 steps and over the seeds, since single steps, and single runs, scatter more than any two rows differ.
-The tolerances were stated (docs/performance.md) before the first run. Reads ``<out>.json``, adds what is missing there,
-and writes it and ``<out>.md``; exit code 1 where a row failed or left its tolerance.
+The model has 100 million parameters. For one seed, a curve differs from the reference by its row's options alone. The
+tolerances were stated (docs/performance.md) before the first run. Reads ``<out>.json``, runs the rows and seeds that it
+lacks, and writes it and ``<out>.md``. The exit code is 1 if a row failed or left its tolerance.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ import compare
 from titanyaml import machine
 from titanyaml.runner.bench_report import table
 
-#: Steps of one mean, and the first step of the first mean that is judged: before it the loss falls too steeply.
-WINDOW, JUDGED_FROM = 50, 101
+# Means over 50 steps, and over the seeds, are compared: single steps and single runs scatter more than rows differ.
+WINDOW = 50
+JUDGED_FROM = 101  # first step of the first mean that is compared; before it the loss falls too steeply
 MODEL = [
     "model=llama3_debug",
     "model.dim=768",
@@ -59,7 +59,7 @@ LOOP = [
 
 @dataclass(frozen=True)
 class Row:
-    """Options beside the common ones, and how far the curve and the validation loss may lie from the reference's."""
+    """Options beside the common ones, and relative tolerances of the curve and of the validation loss."""
 
     options: list[str]
     curve: float
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--seeds",
-        type=lambda text: [int(one) for one in text.split(",")],
+        type=lambda text: [int(seed) for seed in text.split(",")],
         default=[0],
         help="seeds of weights and sample order, joined by commas (default: 0)",
     )
@@ -129,36 +129,40 @@ def main(arguments: list[str] | None = None) -> int:
     path = Path(f"{options.out}.json")
     results = json.loads(path.read_text())["rows"] if path.exists() else {}
     names = [REFERENCE, *(name for name in options.rows if name != REFERENCE)]
-    wanted = [
+    missing = [
         (name, seed)
         for seed in options.seeds
         for name in names
         if "means" not in results.get(name, {}).get("seeds", {}).get(str(seed), {})
     ]
-    _run_all(wanted, results, options)
+    _run_all(missing, results, options)
     return int(not judge(results, options))
 
 
-def _run_all(wanted: list[tuple[str, int]], results: dict[str, Any], options: argparse.Namespace) -> None:
-    """Every wanted row and seed, ``options.jobs`` at a time on each GPU; written after each."""
-    places: queue.Queue[int] = queue.Queue()
+def _run_all(missing: list[tuple[str, int]], results: dict[str, Any], options: argparse.Namespace) -> None:
+    """Run rows and seeds, ``options.jobs`` at a time on each GPU, and write the results after each run."""
+    free_devices: queue.Queue[int] = queue.Queue()
     devices = range(max(len(machine.gpus()), 1))
     for _ in range(options.jobs):
         for device in devices:
-            places.put(device)
+            free_devices.put(device)
     end = time.monotonic() + options.budget_s
 
-    def one(name: str, seed: int) -> dict[str, Any] | None:
-        device = places.get()
+    def run_on_free_device(name: str, seed: int) -> dict[str, Any] | None:
+        device = free_devices.get()
         try:
             return run(name, seed, device, options) if time.monotonic() < end else None
         finally:
-            places.put(device)
+            free_devices.put(device)
 
-    if wanted and "error" in (made := _run(["train.steps=1", "compile=none", *options.add], {}, options, steps=1)):
-        sys.exit(made["error"])  # it has made the vocabulary and the tokenised text, which all read
+    if not missing:
+        return
+    # One step alone first: it builds the vocabulary and the tokenised text, which runs in parallel would each build.
+    preparation = _run(["train.steps=1", "compile=none", *options.add], {}, options, steps=1)
+    if "error" in preparation:
+        sys.exit(preparation["error"])
     with ThreadPoolExecutor(options.jobs * len(devices)) as pool:
-        jobs = {pool.submit(one, name, seed): (name, seed) for name, seed in wanted}
+        jobs = {pool.submit(run_on_free_device, name, seed): (name, seed) for name, seed in missing}
         for job in as_completed(jobs):
             name, seed = jobs[job]
             if (result := job.result()) is None:
@@ -169,41 +173,25 @@ def _run_all(wanted: list[tuple[str, int]], results: dict[str, Any], options: ar
 
 
 def run(name: str, seed: int, device: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Mean loss of every ``WINDOW`` steps, and the validation loss at the end (nats a token)."""
+    """Train one row; return the mean loss of every ``WINDOW`` steps and the final validation loss (nats a token)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    place = {"CUDA_VISIBLE_DEVICES": visible.split(",")[device] if visible else str(device)} if machine.gpus() else {}
-    return _run(
-        [
-            f"train.steps={options.steps}",
-            f"schedule.warmup_steps={options.steps // 10}",
-            f"run.seed={seed}",
-            *ROWS[name].options,
-            *options.add,
-        ],
-        place,
-        options,
-        steps=options.steps,
-    )
+    chosen = visible.split(",")[device] if visible else str(device)
+    variables = {"CUDA_VISIBLE_DEVICES": chosen} if machine.gpus() else {}
+    steps = [f"train.steps={options.steps}", f"schedule.warmup_steps={options.steps // 10}"]
+    overrides = [*steps, f"run.seed={seed}", *ROWS[name].options, *options.add]
+    return _run(overrides, variables, options, steps=options.steps)
 
 
-def _run(overrides: list[str], place: dict[str, str], options: argparse.Namespace, *, steps: int) -> dict[str, Any]:
+def _run(overrides: list[str], variables: dict[str, str], options: argparse.Namespace, *, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "titanyaml",
-            *MODEL,
-            *LOOP,
-            f"data.paths=[{options.text}]",
-            *overrides,
-            f"run.dir={folder}/run",
-        ]
-        done = compare.run(command, cwd=Path.cwd(), extra=place)
+        command = [sys.executable, "-m", "titanyaml", *MODEL, *LOOP, f"data.paths=[{options.text}]"]
+        command += [*overrides, f"run.dir={folder}/run"]
+        process = compare.run(command, cwd=Path.cwd(), extra=variables)
         path = Path(folder, "run", "metrics.jsonl")
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     losses = [record["loss"] for record in records if "loss" in record]
-    if done.returncode or len(losses) < steps:
-        return compare.failed(command, done)
+    if process.returncode or len(losses) < steps:
+        return compare.failure(command, process)
     [validation] = [record["validation_loss"] for record in records if "validation_loss" in record][-1:]
     return {"means": means(losses), "validation": validation}
 
@@ -215,16 +203,16 @@ def means(losses: list[float]) -> list[float]:
 
 
 def judge(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> bool:
-    """Distances from the reference, written with the curves; whether all lie in their tolerance.
+    """Write the curves and their distances from the reference; return whether all are within tolerance.
 
-    Compared are the means over those seeds that both have; beside them stands the scatter of one seed's distance.
+    Means over the seeds that both rows have are compared; the scatter of a single seed's distance is shown beside.
     """
     reference = results.get(REFERENCE, {"seeds": {}})["seeds"]
-    lines, good = [], True
+    lines, all_inside = [], True
     for name, result in results.items():
         row = ROWS[name]
-        failed = [seed for seed, one in result["seeds"].items() if "error" in one]
-        good &= not failed
+        failed = [seed for seed, outcome in result["seeds"].items() if "error" in outcome]
+        all_inside &= not failed
         shared = sorted(
             seed
             for seed in result["seeds"]
@@ -233,26 +221,26 @@ def judge(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> bo
         if not shared:
             lines.append([name, "failed" if failed else "-", *["-"] * 6])
             continue
-        ours, theirs = ([side[seed] for seed in shared] for side in (result["seeds"], reference))
-        curves = list(zip(_mean_curve(ours), _mean_curve(theirs), strict=True))
-        validations = [a["validation"] / b["validation"] - 1 for a, b in zip(ours, theirs, strict=True)]
-        far = [abs(a / b - 1) for a, b in curves]
+        runs, reference_runs = ([side[seed] for seed in shared] for side in (result["seeds"], reference))
+        curves = list(zip(_mean_curve(runs), _mean_curve(reference_runs), strict=True))
+        validations = [a["validation"] / b["validation"] - 1 for a, b in zip(runs, reference_runs, strict=True)]
+        distances = [abs(a / b - 1) for a, b in curves]
         result |= {
             "compared": len(shared),
-            "curve_distance": max(far, default=math.nan),
+            "curve_distance": max(distances, default=math.nan),
             "validation_distance": statistics.fmean(validations),
             "validation_scatter": statistics.stdev(validations) if len(shared) > 1 else None,
         }
         inside = result["curve_distance"] <= row.curve and abs(result["validation_distance"]) <= row.validation
-        good &= inside
+        all_inside &= inside
         lines.append(
             [
                 name,
                 str(len(shared)),
                 f"{curves[-1][0]:.4f}" if curves else "-",
                 f"{result['curve_distance']:.2%} of {row.curve:.1%}"
-                + (f" ({JUDGED_FROM + WINDOW * far.index(max(far))})" if far else ""),
-                f"{statistics.fmean(one['validation'] for one in ours):.4f}",
+                + (f" ({JUDGED_FROM + WINDOW * distances.index(max(distances))})" if distances else ""),
+                f"{statistics.fmean(run['validation'] for run in runs):.4f}",
                 f"{result['validation_distance']:+.2%} of {row.validation:.1%}",
                 f"{result['validation_scatter']:.2%}" if len(shared) > 1 else "-",
                 "yes" if inside and not failed else "NO",
@@ -271,13 +259,13 @@ def judge(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> bo
         "inside",
     ]
     Path(f"{options.out}.md").write_text(table(head, lines) + "\n")
-    return good
+    return all_inside
 
 
 def _mean_curve(runs: list[dict[str, Any]]) -> list[float]:
-    """Mean over the seeds of each judged window; the windows before ``JUDGED_FROM`` are not compared."""
-    judged = [run["means"][(JUDGED_FROM - 1) // WINDOW :] for run in runs]
-    return [statistics.fmean(window) for window in zip(*judged, strict=True)]
+    """Mean over the seeds of each window from ``JUDGED_FROM`` on."""
+    compared = [run["means"][(JUDGED_FROM - 1) // WINDOW :] for run in runs]
+    return [statistics.fmean(window) for window in zip(*compared, strict=True)]
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def _operators(options: argparse.Namespace, folder: Path, limit_s: float) -> dic
         reports |= (
             {f"tp{ranks}": json.loads(out.read_text())}
             if not process.returncode and out.exists()
-            else {f"tp{ranks}": compare.failed(command, process), "ok": False}
+            else {f"tp{ranks}": compare.failure(command, process), "ok": False}
         )
     return reports
 

@@ -130,7 +130,7 @@ def _train(options: list[str], folder: Path, limit_s: float) -> dict[str, Any]:
     command = _command(options, folder)
     process = compare.run(command, cwd=HERE.parent, extra={}, limit_s=limit_s)
     if process.returncode:
-        return compare.failed(command, process)
+        return compare.failure(command, process)
     return _metrics(folder)
 
 

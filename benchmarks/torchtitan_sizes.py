@@ -1,4 +1,4 @@
-"""Imported by torchtitan itself (``experimental.custom_import``): the sizes of our rows that it does not ship."""
+"""Model sizes of our rows that torchtitan does not ship; torchtitan imports this (``experimental.custom_import``)."""
 
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 
