@@ -333,7 +333,7 @@ CASES = {
         "every block has rotary embedding",
     ),
     "only_one_degree_is_derived": (["parallel=auto", "parallel.dp_replicate=-1"], "dp_replicate and dp_shard are -1"),
-    "mesh_fits_ranks": (["parallel=fsdp4", "launch.nproc=3"], "the mesh needs 4 ranks, but 3 are started"),
+    "mesh_fits_ranks": (["parallel=fsdp4", "launch.nproc=3"], "the mesh dp_shard(4) needs 4 ranks, but 3 are started"),
     "data_ranks_divide_global_batch": (
         ["parallel=hsdp2x2", "train.local_batch=3", "train.global_batch=30"],
         "is 30, not a multiple of train.local_batch=3 * 4 data ranks",

@@ -88,7 +88,7 @@ def test_fixed_degrees_need_no_world_size() -> None:
 @pytest.mark.parametrize(
     ("parallel", "world_size", "text", "hint"),
     [
-        (schema.Parallel(dp_shard=-1, tp=-1), 8, "only one can be derived", "parallel.tp=1"),
+        (schema.Parallel(dp_shard=-1, tp=-1), 8, "only one can be derived", "parallel.tp=1 or parallel.dp_shard=1"),
         (schema.Parallel(dp_shard=-1), None, "the number of ranks is unknown", ""),
         (
             schema.Parallel(dp_shard=-1, tp=4),

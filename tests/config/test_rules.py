@@ -270,7 +270,7 @@ def test_a_mesh_without_nproc_brings_its_own_ranks(ask) -> None:
 def test_torchrun_gives_the_ranks(ask, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     problem = ask("mesh_fits_ranks", ["launch=external", "parallel=fsdp2"])
-    assert problem.message == "the mesh needs 2 ranks, but 3 are started"
+    assert problem.message == "the mesh dp_shard(2) needs 2 ranks, but 3 are started"
     assert problem.hint == "parallel=auto"
     monkeypatch.delenv("WORLD_SIZE")
     assert ask("mesh_fits_ranks", ["launch=external", "parallel=fsdp2"]) is None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from titanyaml.config import schema
-from titanyaml.errors import ConfigError
+from titanyaml.errors import ConfigError, Problem
 from titanyaml.pipeline_schedule import actions
 from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
 
@@ -113,6 +114,34 @@ def fewest_microbatches(parallel: schema.Parallel, ranks: int) -> int:
     return SCHEDULE_KINDS[parallel.pp_schedule].min_microbatches(ranks)
 
 
+def check_derived(parallel: Any) -> Problem | None:
+    """At most one degree is -1."""
+    derived = [axis for axis in AXES if getattr(parallel, axis) == -1]
+    if len(derived) < 2:
+        return None
+    fixes = [" ".join(f"parallel.{name}=1" for name in derived if name != axis) for axis in derived]
+    message = f"{' and '.join(derived)} are -1; only one can be derived"
+    return Problem(f"parallel.{derived[1]}", message, hint=" or ".join(fixes))
+
+
+def check_num_ranks(parallel: Any, ranks: int, *, fixed_ranks: bool = False) -> Problem | None:
+    """The degrees give that many ranks. ``fixed_ranks``: torchrun started them, so that no other number is offered."""
+    degrees = {axis: getattr(parallel, axis) for axis in MESH_AXES}
+    derived = next((axis for axis, degree in degrees.items() if degree == -1), "")
+    product = math.prod(degree for degree in degrees.values() if degree != -1)
+    mesh = "*".join(f"{axis}({degree})" for axis, degree in degrees.items() if degree not in (1, -1)) or "1"
+    if derived and ranks % product:
+        nearest = [count for count in (ranks // product * product, (ranks // product + 1) * product) if count]
+        plural = "s" if ranks > 1 else ""
+        message = f"is -1, but {ranks} rank{plural} cannot be divided by {mesh} = {product}, the other degrees"
+        hint = " or ".join(f"launch.nproc={count}" for count in nearest)
+        return Problem(f"parallel.{derived}", message, allowed=f"ranks that are a multiple of {product}", hint=hint)
+    if derived or ranks == product:
+        return None
+    hint = "parallel=auto" if fixed_ranks else f"launch.nproc={product} or parallel=auto"
+    return Problem("parallel", f"the mesh {mesh} needs {product} ranks, but {ranks} are started", hint=hint)
+
+
 def resolve_degrees(parallel: schema.Parallel, *, world_size: int | None) -> dict[str, int]:
     """All six degrees with the -1 derived.
 
@@ -124,38 +153,17 @@ def resolve_degrees(parallel: schema.Parallel, *, world_size: int | None) -> dic
         ConfigError: more than one -1, or no degrees give this number of ranks.
     """
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
-    derived = [axis for axis in AXES if degrees[axis] == -1]
-    if len(derived) > 1:
-        names = " and ".join(f"parallel.{axis}" for axis in derived)
-        raise ConfigError(
-            f"{names} are -1; only one can be derived",
-            key=f"parallel.{derived[0]}",
-            hint=" ".join(f"parallel.{axis}=1" for axis in derived if axis != "dp_shard"),
-        )
-    fixed = math.prod(degrees[axis] for axis in MESH_AXES if degrees[axis] != -1)
-    spelled = "*".join(f"{axis}({degrees[axis]})" for axis in MESH_AXES if degrees[axis] not in (1, -1)) or "1"
-    if derived == ["ep"]:
+    derived = next((axis for axis in AXES if degrees[axis] == -1), "")
+    refusal = check_derived(parallel)
+    if world_size is not None:
+        refusal = refusal or check_num_ranks(parallel, world_size)
+    elif derived in MESH_AXES:
+        message = "is -1, and the number of ranks is unknown"
+        refusal = refusal or Problem(f"parallel.{derived}", message, hint="launch.nproc=<ranks>")
+    if refusal:
+        raise ConfigError([refusal])
+    if derived == "ep":
         degrees["ep"] = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
-    elif derived:
-        degrees[derived[0]] = _derived(f"parallel.{derived[0]}", world_size, fixed, spelled)
-    product = math.prod(degrees[axis] for axis in MESH_AXES)
-    if world_size not in (None, product):
-        raise ConfigError(
-            f"the mesh {spelled} needs {product} ranks, but {world_size} are started",
-            key="parallel",
-            hint=f"launch.nproc={product} or parallel=auto",
-        )
+    elif derived and world_size is not None:
+        degrees[derived] = world_size // math.prod(degrees[axis] for axis in MESH_AXES if axis != derived)
     return degrees
-
-
-def _derived(key: str, world_size: int | None, fixed: int, spelled: str) -> int:
-    if world_size is None:
-        raise ConfigError("is -1, and the number of ranks is unknown", key=key, hint="launch.nproc=<ranks>")
-    if world_size % fixed:
-        legal = [count for count in (world_size // fixed * fixed, (world_size // fixed + 1) * fixed) if count]
-        raise ConfigError(
-            f"is -1, but {world_size} ranks cannot be divided by {spelled} = {fixed}",
-            key=key,
-            hint=" or ".join(f"launch.nproc={count}" for count in legal),
-        )
-    return world_size // fixed

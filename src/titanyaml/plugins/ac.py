@@ -132,16 +132,16 @@ class ActivationCheckpointing:
             return model, Change(summary, list(ctx.facts.blocks))
         period = self.every if self.mode == "selective_layer" else 1
         chosen = ctx.facts.blocks[::period]
-        kept = "block inputs"
+        outputs = "block inputs"
         if self.mode == "selective_op":
             compat.ignore_profiler_ops_in_recomputation()
-            kept = self._keep_operators(model, ctx)
+            outputs = self._keep_operators(model, ctx)
         else:
             for name in chosen:
                 self._replace_forward(model, name, None)
         reason = f"selective_layer takes one block in {period}"
         skipped = {name: reason for name in ctx.facts.blocks if name not in chosen}
-        summary = f"{self.mode}: {len(chosen)} of {len(ctx.facts.blocks)} blocks keep {kept} and recompute the rest"
+        summary = f"{self.mode}: {len(chosen)} of {len(ctx.facts.blocks)} blocks keep {outputs} and recompute the rest"
         return model, Change(summary, list(chosen), skipped)
 
     def _replace_forward(self, model: nn.Module, name: str, contexts: Callable[[], Any] | None) -> None:
@@ -258,7 +258,7 @@ def _describe_levels(levels: list[int]) -> str:
 
 def full_contexts() -> Any:
     """The pair of contexts for a compiled block of which nothing is kept."""
-    return create_selective_checkpoint_contexts(_recompute)
+    return create_selective_checkpoint_contexts(_recompute)  # type: ignore[no-untyped-call] # torch
 
 
 def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -287,4 +287,4 @@ def selective_contexts(groups: frozenset[str] = frozenset(), level: int = kept_m
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call] # torch

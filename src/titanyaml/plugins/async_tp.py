@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -77,7 +77,7 @@ class AsyncTensorParallel:
         # before compilation: a pass of the compiler runs only on ranks that do not find the graph in their cache, so
         # that a measurement in it could wait for a rank that never comes
         times = self._measure(model, ctx) if self.auto else None
-        wins = None if times is None else {place: time.wins for place, time in times.items()}
+        wins = None if times is None else {shape: time.wins for shape, time in times.items()}
         try:
             from titanyaml.distributed import compat_async_tp  # Inductor takes seconds to import
 
@@ -104,12 +104,12 @@ class AsyncTensorParallel:
         assert ctx.mesh is not None, "more than one rank and no mesh"
         tokens = ctx.local_batch * ctx.seq_len // ctx.dims.cp
         cache = Path(self.cache_dir).expanduser().absolute() / "async_tp.json" if self.cache_dir else None
-        places = []
+        shapes = []
         for float8 in (False, True):
             columns, rows = _features(model, ctx, float8=float8)
-            places += block_places(tokens, ctx.facts.dim, columns, rows, float8=float8)
+            shapes += block_places(tokens, ctx.facts.dim, columns, rows, float8=float8)
         return async_tp_times.measure(
-            places,
+            shapes,
             TensorGroup.of(ctx.mesh["tp"]),
             batch=ctx.local_batch,
             dtype=ctx.compute_dtype,
@@ -159,8 +159,8 @@ class AsyncTensorParallel:
         for operator in missing:
             causes = _describe_unfused(counts, operator)
             causes = causes or ["no compiled graph holds one; compile.backend=inductor is the one backend that fuses"]
-            others = ",".join(other for other in self.operators if other != operator)
-            fewer = f"compile.async_tp_ops=[{others}]" if others and not self.auto else ""
+            remaining = ",".join(name for name in self.operators if name != operator)
+            fewer = f"compile.async_tp_ops=[{remaining}]" if remaining and not self.auto else ""
             message = f"no {_WORDS[operator]} was fused ({'; '.join(causes)})"
             problems.append(problem("compile.async_tp", message, "", fewer, _OFF))
         return problems
@@ -174,7 +174,8 @@ def _features(model: nn.Module, ctx: Context, *, float8: bool) -> tuple[set[tupl
     """
     columns, rows = set(), set()
     for block, layout in zip(ctx.facts.blocks, ctx.facts.layouts, strict=True):
-        layers = {name: model.get_submodule(f"{block}.{name}") for name in (*layout.column, *layout.row)}
+        names = (*layout.column, *layout.row)
+        layers: dict[str, Any] = {name: model.get_submodule(f"{block}.{name}") for name in names}
         chosen = {name for name, layer in layers.items() if (layer.product is not F.linear) == float8}
         shapes = {name: local(layer.weight).shape for name, layer in layers.items()}
         for entry in layout.entries:
@@ -187,8 +188,8 @@ def _features(model: nn.Module, ctx: Context, *, float8: bool) -> tuple[set[tupl
 
 def _describe_times(times: dict[CollectivePlace, PlaceTimes]) -> list[str]:
     return [
-        f"{place} {time.apart:.3f} ms, fused {time.fused:.3f}: {'fused' if time.wins else 'left'}"
-        for place, time in times.items()
+        f"{shape} {time.apart:.3f} ms, fused {time.fused:.3f}: {'fused' if time.wins else 'left'}"
+        for shape, time in times.items()
     ]
 
 

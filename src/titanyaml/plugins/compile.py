@@ -127,7 +127,7 @@ class Compile:
         """Tell the CUDA graphs that what they wrote may be overwritten."""
         # gradients live to the end of a step, over several microbatches; without gradients to the end of a forward
         if self.step_begins or not torch.is_grad_enabled():
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call] # torch
         if torch.is_grad_enabled():
             self.step_begins = False
 

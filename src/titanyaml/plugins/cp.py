@@ -90,7 +90,7 @@ class _CutInputs:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tokens_BT = args[0] if args else kwargs.pop("tokens_BS")
-        labels_BT = kwargs.get("labels_BS")
+        labels_BT: Any = kwargs.get("labels_BS")
         # a pipeline stage after the first gets a hidden state, which an earlier rank has cut already
         is_whole = getattr(model, "embeds", True)
         length = (tokens_BT if is_whole else labels_BT).shape[1]

@@ -93,9 +93,10 @@ class FullyShard:
         """Shard each block, then what is left of the model; on one data rank store it in the compute dtype."""
         if ctx.dims.token_degree == 1:
             return _store_in_compute_dtype(model, ctx)
+        assert ctx.mesh is not None, "more than one rank and no mesh"
         names = ctx.facts.blocks
         in_blocks = tuple(f"{name}." for name in names)
-        others = [name for name in _parameter_owners(model) if not name.startswith(in_blocks)]
+        outside = [name for name in _parameter_owners(model) if not name.startswith(in_blocks)]
         if self._stores_narrow(ctx):
             _store(model, ctx.compute_dtype)
         options: dict[str, Any] = {"mesh": ctx.dims.shard_mesh(ctx.mesh), "mp_policy": _policy(ctx)}
@@ -109,7 +110,7 @@ class FullyShard:
                 self._set_reduction(module)
             part.register_forward_hook(_reshard_without_backward)
         self._set_prefetch([model.get_submodule(name) for name in names])
-        return model, Change(self._summary(ctx, len(others)), [*names, *others])
+        return model, Change(self._summary(ctx, len(outside)), [*names, *outside])
 
     def _shard_blocks(self, model: nn.Module, ctx: Context, options: dict[str, Any]) -> None:
         names = ctx.facts.blocks
@@ -128,7 +129,8 @@ class FullyShard:
         # a plain SUM: with the factor alone FSDP asks for PREMUL_SUM, which NCCL has and gloo has not
         module.set_force_sum_reduction_for_comms(True)
         if self.reuse_memory:
-            module.set_custom_reduce_scatter(ReduceIntoFreedMemory())
+            reduce_scatter: Any = ReduceIntoFreedMemory()  # the abstract class that torch asks for is private
+            module.set_custom_reduce_scatter(reduce_scatter)
 
     def _set_prefetch(self, blocks: list[Any]) -> None:
         if self.prefetch is None:
@@ -186,7 +188,10 @@ class ReduceIntoFreedMemory:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Sum over the ranks of ``group``, a slice to each."""
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+        return work
 
 
 def _expert_mesh(ctx: Context) -> DeviceMesh:

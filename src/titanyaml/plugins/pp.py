@@ -118,5 +118,5 @@ class PipelineParallel:
             f"{partition.microbatches} microbatches, bubble {partition.timeline().bubble:.1%}; "
             f"pipeline rank {rank} holds stage {own_stages}"
         )
-        others = [name for name, _ in staged.named_children() if name != "layers"]
-        return staged, Change(summary, [*staged.facts.blocks, *others])
+        ends = [name for name, _ in staged.named_children() if name != "layers"]  # embedding, norm, head
+        return staged, Change(summary, [*staged.facts.blocks, *ends])

@@ -158,7 +158,7 @@ class Quantize:
         elif self.float8_gather:
             assert isinstance(product, float8.Float8Matmul), "mxfp8 weights are not gathered in float8"
             for layer in layers.values():
-                layer.weight = product.wrap_for_gather(layer.weight)
+                layer.weight = product.wrap_for_gather(cast(nn.Parameter, layer.weight))
         return model, Change(summary, list(layers), skipped)
 
     def _no_layer(self, skipped: dict[str, str]) -> PipelineError:
@@ -203,9 +203,9 @@ class Quantize:
             key, message = "quant.fsdp_float8_all_gather", f"asked for, but no weight divides by {ranks} ranks"
             raise PipelineError(f"{message}: {first_names(uneven)}", key=key, hint=f"{key}=false")
         time = "right after each update" if self.precompute_scale else "by the first gather after an update"
-        others = f"{first_names(uneven)}, not a multiple of {ranks} ranks, and all else" if uneven else "all else"
+        high = f"{first_names(uneven)}, not a multiple of {ranks} ranks, and all else" if uneven else "all else"
         high_precision = dtype_name(ctx.compute_dtype)
-        gathered = f"FSDP gathers {count} weights in float8, 1 byte a number, and {others} in {high_precision}"
+        gathered = f"FSDP gathers {count} weights in float8, 1 byte a number, and {high} in {high_precision}"
         return f"{gathered}; shards are cast {time} and kept, 1 byte a number"
 
     def _find_skipped(self, model: nn.Module, ctx: Context) -> dict[str, str]:

@@ -140,7 +140,7 @@ class _ModelSplitter:
             columns: the layers that take its input. If they share a product with a method
                 ``with_gathered_input(group)``, that may return a product that gathers its input by itself.
         """
-        layers = [self.model.get_submodule(column) for column in columns]
+        layers: list[Any] = [self.model.get_submodule(column) for column in columns]
         products = {layer.product for layer in layers}
         if self.sequence and len(products) == 1 and hasattr(product := products.pop(), "with_gathered_input"):
             # one object for all layers, so that equal blocks share one compiled graph

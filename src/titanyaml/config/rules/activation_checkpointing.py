@@ -20,10 +20,10 @@ def _use_mode(c: Any, *modes: str) -> list[str]:
 
 @rule("ac.mode", "ac.every", "model.num_layers")
 def ac_every_reaches_a_block(c: Any) -> Problem | None:
-    every, layers = c.ac.every, c.model.num_layers
-    if c.ac.mode != "selective_layer" or every <= layers:
+    period, layers = c.ac.every, c.model.num_layers
+    if c.ac.mode != "selective_layer" or period <= layers:
         return None
-    message = f"is {every}, but the model has {layers} blocks: none is recomputed"
+    message = f"is {period}, but the model has {layers} blocks: none is recomputed"
     return problem("ac.every", message, f"1 .. {layers}", f"ac.every={layers}", *_use_mode(c, "none"))
 
 

@@ -28,9 +28,9 @@ def check_prefetch(prefetch: int | None, *, num_layers: int, token_degree: int, 
         return problem(key, f"is {prefetch}, but one rank gathers no weights", "null", _KEEP_ORDER)
     if 1 <= prefetch < num_layers:
         return None
-    most = f"{key}={num_layers - 1}" if num_layers > 1 else ""
+    highest = f"{key}={num_layers - 1}" if num_layers > 1 else ""
     message = f"is {prefetch}, but the model has {num_layers} blocks"
-    return problem(key, message, f"1 .. {num_layers - 1}, or null", most, _KEEP_ORDER)
+    return problem(key, message, f"1 .. {num_layers - 1}, or null", highest, _KEEP_ORDER)
 
 
 @rule("parallel", "launch", "model.num_layers")

@@ -40,7 +40,7 @@ def find_resets(keys: dict[str, Key], values: dict[str, Any], changed: Iterable[
     Args:
         values: of the section, with the changed ones.
     """
-    values, resets = dict(values), {}
+    values, resets = dict(values), dict[str, Any]()
 
     def next_unread() -> str | None:
         causes = {*changed, *resets}

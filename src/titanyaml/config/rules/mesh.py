@@ -7,7 +7,7 @@ from typing import Any
 
 from titanyaml.config import optimizer_state
 from titanyaml.config.decoder_shape import DecoderShape
-from titanyaml.config.degrees import AXES
+from titanyaml.config.degrees import AXES, check_derived, check_num_ranks
 from titanyaml.config.rules.hints import reset_nproc, use_one_rank
 from titanyaml.config.rules.view import Rule, multiples_around, problem, rule_decorator, settings
 from titanyaml.config.world import count_ranks, fixed_product
@@ -26,12 +26,7 @@ def degrees_are_not_zero(c: Any) -> Problem | None:
 
 @rule("parallel")
 def only_one_degree_is_derived(c: Any) -> Problem | None:
-    derived = [axis for axis in AXES if getattr(c.parallel, axis) == -1]
-    if len(derived) < 2:
-        return None
-    fixes = [" ".join(f"parallel.{other}=1" for other in derived if other != axis) for axis in derived]
-    message = f"{' and '.join(derived)} are -1; only one can be derived"
-    return problem(f"parallel.{derived[1]}", message, "", *fixes)
+    return check_derived(c.parallel)
 
 
 @rule("parallel", "launch.kind", "launch.nproc")
@@ -40,16 +35,7 @@ def mesh_fits_ranks(c: Any) -> Problem | None:
     if fixed < 1 or (derived and fixed == 1):
         return None  # fits any number of ranks; counting GPUs takes time
     ranks = count_ranks(c)
-    if ranks is None or (ranks % fixed == 0 if derived else ranks == fixed):
-        return None
-    if derived:
-        plural = "s" if ranks > 1 else ""
-        message = f"is -1, but {ranks} rank{plural} cannot be divided by the {fixed} of the other degrees"
-        fixes = settings("launch.nproc", multiples_around(ranks, fixed))
-        return problem(f"parallel.{derived}", message, f"ranks that are a multiple of {fixed}", fixes)
-    # torchrun's ranks cannot be changed from here, the launcher's can
-    nproc = "" if c.launch.kind == "external" else f"launch.nproc={fixed}"
-    return problem("parallel", f"the mesh needs {fixed} ranks, but {ranks} are started", "", nproc, "parallel=auto")
+    return None if ranks is None else check_num_ranks(c.parallel, ranks, fixed_ranks=c.launch.kind == "external")
 
 
 @rule("train.global_batch", "train.local_batch", "parallel", "launch")

@@ -114,7 +114,7 @@ def check_stages_per_rank(schedule: str, stages_per_rank: int | None) -> Problem
         return None
     key = "parallel.pp_stages_per_rank"
     allowed = str(kind.min_stages) if kind.max_stages else f"{kind.min_stages} or more"
-    able = next(name for name, other in SCHEDULE_KINDS.items() if other.allows_stages(stages_per_rank))
+    able = next(name for name, schedule_kind in SCHEDULE_KINDS.items() if schedule_kind.allows_stages(stages_per_rank))
     fixes = (f"{key}={kind.min_stages}", f"parallel.pp_schedule={able}")
     return problem(key, f"is {stages_per_rank}, which {kind.name} cannot run", allowed, *fixes)
 

@@ -9,17 +9,18 @@ from titanyaml.config.keys import key
 BASES = ["measured", "calibrated", "fitted", "datasheet", "given"]
 
 
+_BASIS = (
+    "where the rates come from, for a plan's range: measured in whole runs, by a calibration, fitted to "
+    "published runs, shares of the datasheet, or given by you"
+)
+
+
 @dataclass
 class Hardware:
     """The device: its peak for MFU, and the rates that ``runner=plan`` reckons with. What is unknown stays null."""
 
     name: str = key("auto", "auto: recognised by the device's own name")
-    basis: str = key(
-        "given",
-        "where the rates come from, for a plan's range: measured in whole runs, by a "
-        "calibration, fitted to published runs, shares of the datasheet, or given by you",
-        choices=BASES,
-    )
+    basis: str = key("given", _BASIS, choices=BASES)
     peak_bf16_tflops: float | None = key(None, "dense bf16 peak (TFLOP/s)", above=0)
     memory_gib: float | None = key(None, "device memory (GiB)", above=0)
     power_w: float | None = key(None, "power limit (watts), for the energy of a token budget", above=0)
@@ -29,6 +30,7 @@ class Hardware:
         110.0, "s: a product with sides m, n, k takes 1 + s(1/m + 1/n + 1/k) times as long (elements)", low=0
     )
     gemm_fp8_shape: float | None = key(None, "the same of float8; null: as many times larger as its rate is", low=0)
+    # the datasheet's figure, since memory_share was measured against it
     memory_tb_s: float | None = key(None, "memory bandwidth of the datasheet (TB/s)", above=0)
     memory_share: float = key(0.88, "of memory_tb_s, reached by kernels that only move data", above=0, high=1)
     cast_tensorwise_bytes: float | None = key(
@@ -41,6 +43,7 @@ class Hardware:
     flash_backward_tflops: float | None = key(None, "its backward pass (TFLOP/s)", above=0)
     cudnn_forward_tflops: float | None = key(None, "cuDNN attention, the same; null: not used here", above=0)
     cudnn_backward_tflops: float | None = key(None, "its backward pass (TFLOP/s)", above=0)
+    # bounds the short kernels of small models, which no rate describes
     launch_us: float = key(3.0, "least time of a kernel (microseconds)", low=0)
     reserve_gib: float = key(1.5, "memory outside the allocator: CUDA context, NCCL (GiB)", low=0)
     price_per_hour: float | None = key(None, "price of one device for an hour, in any currency", above=0)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from titanyaml.config.keys import MISSING, key
 
+FAMILIES = ["llama3", "qwen3", "mixtral", "qwen3_moe", "llama4"]
+
 
 @dataclass
 class RopeScaling:
@@ -21,6 +23,7 @@ class RopeScaling:
 class MoE:
     """Mixture-of-experts blocks: a router sends each token to a few of many feed-forwards."""
 
+    # 0: a dense model; then nothing reads the other keys (rules/moe.py)
     num_experts: int = key(0, "experts of a block; 0: every block has one plain feed-forward", low=0)
     top_k: int = key(2, "experts that a token is sent to", low=1)
     ffn_dim: int | None = key(None, "inner width of an expert; null: model.ffn_dim", low=1)
@@ -46,16 +49,13 @@ class Model:
     """Sizes and variants of the one decoder."""
 
     name: str = key(MISSING, "name of the architecture")
-    family: str = key(
-        "llama3",
-        "naming and layout for Hugging Face import and export",
-        choices=["llama3", "qwen3", "mixtral", "qwen3_moe", "llama4"],
-    )
+    family: str = key("llama3", "naming and layout for Hugging Face import and export", choices=FAMILIES)
     vocab_size: int = key(MISSING, "rows of the embedding (tokens)", low=1)
     dim: int = key(MISSING, "width of the residual stream", low=1)
     num_layers: int = key(MISSING, "decoder blocks", low=1)
     num_heads: int = key(MISSING, "query heads", low=1)
     num_kv_heads: int = key(MISSING, "key/value heads; must divide num_heads", low=1)
+    # given where heads are wider than dim / num_heads (Qwen3)
     head_dim: int | None = key(None, "width of a head; null: dim / num_heads", low=2)
     ffn_dim: int = key(MISSING, "inner width of the SwiGLU feed-forward", low=1)
     moe: MoE = key(MoE, "mixture of experts in place of feed-forwards")

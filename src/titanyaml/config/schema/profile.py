@@ -14,10 +14,9 @@ class Profile:
     """Traces and memory snapshots of chosen steps. A window is wait + warmup + active steps."""
 
     kind: str = key("none", "trace: kernels over time; memory: CUDA allocations", choices=["none", *_ON])
+    # compilation and the allocator's growth lie in the first steps
     wait: int = key(4, "steps of a window that are left alone", low=0, when=("kind", _ON))
-    warmup: int = key(
-        1, "steps after them in which the profiler runs and what it saw is dropped", low=0, when=("kind", _ON)
-    )
+    warmup: int = key(1, "steps after them in which the profiler runs and records nothing", low=0, when=("kind", _ON))
     active: int = key(2, "steps after these that are recorded, in one file per rank", low=1, when=("kind", _ON))
     repeat: int = key(1, "windows; 0: as many as there are steps for", low=0, when=("kind", _ON))
     ranks: list[int] = key([0], "ranks that record", when=("kind", _ON))

@@ -16,6 +16,17 @@ from titanyaml.config.schema.parallel import Parallel
 from titanyaml.config.schema.plugins import ActivationCheckpointing, Compile, Pipeline, Quant
 from titanyaml.config.schema.profile import Profile
 
+_DTYPES = ["bfloat16", "float32", "float64"]
+_FALLING = ["cosine", "linear", "wsd"]
+_MOMENTS = "moments of AdamW: adamw in float32, adamw_bf16 in bfloat16, adamw_8bit in 8 bits by blocks"
+_MASTER = (
+    "float32 value of a weight that is stored in bfloat16: float32 beside it, or split between it and a "
+    "16-bit remainder (same value, 2 bytes less)"
+)
+_RUNNERS = ["check", "plan", "train", "bench", "eval", "sample"]
+# when keys are read: (sibling, its values)
+_LOCAL, _BENCH, _PLAN = ("kind", ["local"]), ("name", ["bench"]), ("name", ["plan"])
+
 
 @dataclass
 class Run:
@@ -41,11 +52,7 @@ class ParamGroup:
 class Optim:
     """AdamW."""
 
-    name: str = key(
-        "adamw",
-        "format of the moments: adamw float32, adamw_bf16 bfloat16, adamw_8bit 8 bits in blocks",
-        choices=["adamw", "adamw_bf16", "adamw_8bit"],
-    )
+    name: str = key("adamw", _MOMENTS, choices=["adamw", "adamw_bf16", "adamw_8bit"])
     lr: float = key(3e-4, "peak learning rate", above=0)
     beta1: float = key(0.9, "decay of the first moment", low=0, below=1)
     beta2: float = key(0.95, "decay of the second moment", low=0, below=1)
@@ -57,13 +64,8 @@ class Optim:
         choices=["auto", "fused", "foreach", "loop"],
         when=("name", ["adamw"]),
     )
-    master: str = key(
-        "float32",
-        "float32 value of a weight that is stored in bfloat16: float32 beside it, or split between it and a "
-        "16-bit remainder (same value, 2 bytes less)",
-        choices=["float32", "split"],
-        resume="free",
-    )
+    # not split by default: its stored weights are rounded with ties away, not to even
+    master: str = key("float32", _MASTER, choices=["float32", "split"], resume="free")
     groups: list[ParamGroup] = key([], "per-name settings, first match wins")
 
 
@@ -73,9 +75,8 @@ class Schedule:
 
     kind: str = key("cosine", "shape after warm-up", choices=["cosine", "linear", "wsd", "constant"])
     warmup_steps: int = key(0, "steps of linear warm-up; step 1 already has a rate above zero", low=0)
-    min_lr_ratio: float = key(
-        0.1, "last rate over peak rate", low=0, high=1, when=("kind", ["cosine", "linear", "wsd"])
-    )
+    # a constant rate has no last one
+    min_lr_ratio: float = key(0.1, "last rate over peak rate", low=0, high=1, when=("kind", _FALLING))
     decay_steps: int = key(0, "steps of the final decay", low=0, when=("kind", ["wsd"]))
 
 
@@ -105,6 +106,7 @@ class Train:
     """The loop. Batches count sequences."""
 
     steps: int = key(200, "optimizer steps", low=1, resume="free")
+    # the longest context of a model (131,072 for Llama 3.1) rarely fits into memory
     seq_len: int = key("${titan.min:${model.max_seq_len},8192}", "tokens in a sequence", low=1, resume="fixed")
     local_batch: int = key(4, "sequences per data rank and forward", low=1, resume="equal_batch")
     global_batch: int | None = key(
@@ -112,13 +114,12 @@ class Train:
     )
     max_norm: float | None = key(1.0, "gradients are clipped to this norm; null: not", above=0)
     compute_dtype: str = key(
-        "auto",
-        "forward and backward; auto: bfloat16 on GPU, float32 on CPU",
-        choices=["auto", "bfloat16", "float32", "float64"],
+        "auto", "forward and backward; auto: bfloat16 on GPU, float32 on CPU", choices=["auto", *_DTYPES]
     )
     param_dtype: str = key("float32", "master parameters and optimizer state", choices=["float32", "float64"])
-    reduce_dtype: str = key("float32", "gradient reduction", choices=["bfloat16", "float32", "float64"])
+    reduce_dtype: str = key("float32", "gradient reduction", choices=_DTYPES)
     log_every: int = key(1, "steps between records in metrics.jsonl", low=1, resume="free")
+    # automatic collections stop each rank at another moment, and all ranks wait for the last
     gc_every: int = key(50, "steps between manual garbage collections (the automatic one is off)", low=1, resume="free")
 
 
@@ -137,6 +138,7 @@ class Checkpoint:
     enabled: bool = key(True, "save at all")
     interval: int = key(100, "steps between checkpoints; 0: only at the end", low=0, when=("enabled", [True]))
     keep: int = key(2, "newest checkpoints kept", low=1, when=("enabled", [True]))
+    # the same run.id again is a resume: a job that is restarted after a failure needs no other command
     resume: str = key("auto", "auto: the newest good checkpoint of this run; none: step 0; or a checkpoint's folder")
     accept_changes: list[str] = key(
         [], "keys, or groups of keys, in which a resumed run may differ from how it was begun"
@@ -165,12 +167,14 @@ class Launch:
         "ranks on this machine; null: the mesh's product, else all local GPUs, else 1",
         low=1,
         high=MAX_RANKS,
-        when=("kind", ["local"]),
+        when=_LOCAL,
     )
+    # the first step compiles
     startup_timeout_s: float = key(1800.0, "limit of a collective before the first step is done (seconds)", above=0)
     step_timeout_s: float = key(300.0, "limit of a collective after it (seconds)", above=0)
+    # ranks that are asked to stop finish their step and save
     shutdown_grace_s: float = key(
-        120.0, "time between asking ranks to stop and killing them (seconds)", above=0, when=("kind", ["local"])
+        120.0, "time between asking ranks to stop and killing them (seconds)", above=0, when=_LOCAL
     )
 
 
@@ -185,11 +189,7 @@ class Sweep:
 class Runner:
     """What is done with the configuration."""
 
-    name: str = key(
-        MISSING,
-        "check, plan, train, bench, eval or sample",
-        choices=["check", "plan", "train", "bench", "eval", "sample"],
-    )
+    name: str = key(MISSING, ", ".join(_RUNNERS), choices=_RUNNERS)
     _target_: str = key(MISSING, "function that does it")
     checkpoint: str | None = key(
         None, "run folder or checkpoint folder that is read", when=("name", ["eval", "sample"])
@@ -198,27 +198,19 @@ class Runner:
     max_new_tokens: int = key(128, "tokens to write", low=1, when=("name", ["sample"]))
     temperature: float = key(0.8, "0: the most likely token", low=0, when=("name", ["sample"]))
     top_k: int | None = key(50, "draw among this many; null: all", low=1, when=("name", ["sample"]))
-    skipped_steps: int = key(
-        5, "steps before the first measured one: warm-up, compilation", low=1, when=("name", ["bench"])
-    )
-    measured_steps: int = key(10, "steps whose median counts", low=2, when=("name", ["bench"]))
-    profiled_steps: int = key(
-        2, "steps after these under the profiler, for the kernel breakdown; 0: none", low=0, when=("name", ["bench"])
-    )
-    entity: str = key("local", "who measures: last part of the report's file name", when=("name", ["bench"]))
-    interconnect: str | None = key(None, "what links the devices, as the report shall say it", when=("name", ["bench"]))
-    notes: str | None = key(None, "what else helps to reproduce the figures, for the report", when=("name", ["bench"]))
+    skipped_steps: int = key(5, "steps before the first measured one: warm-up, compilation", low=1, when=_BENCH)
+    measured_steps: int = key(10, "steps whose median counts", low=2, when=_BENCH)
+    profiled_steps: int = key(2, "steps after these under the profiler, for the breakdown; 0: none", low=0, when=_BENCH)
+    entity: str = key("local", "who measures: last part of the report's file name", when=_BENCH)
+    interconnect: str | None = key(None, "what links the devices, for the report", when=_BENCH)
+    notes: str | None = key(None, "what else helps to reproduce the figures, for the report", when=_BENCH)
     token_budget: float | None = key(
         None,
         "tokens of the whole training, for days, device-hours and cost; null: those of train.steps",
         above=0,
-        when=("name", ["plan"]),
+        when=_PLAN,
     )
-    trace: bool = key(
-        False,
-        "run the pipeline on fake tensors and compare its products and collectives with the plan's",
-        when=("name", ["plan"]),
-    )
+    trace: bool = key(False, "run on fake tensors and compare matmuls and collectives with the plan's", when=_PLAN)
 
 
 @dataclass
