@@ -75,15 +75,13 @@ def _device(config: Config, env: Env) -> tuple[schema.Hardware, schema.Cluster]:
 
 
 def _as_it_runs(config: Config, env: Env) -> Config:
-    """``config`` with its ``auto`` values as a CPU means them: nothing is compiled.
-
-    Where no other device is described, it also computes in float32 with PyTorch's own kernels.
-    """
+    """``config`` with its ``auto`` values as they are meant on this device."""
     if env.device.type == "cuda":
         return config
+    # a CPU compiles nothing unasked
     compile_mode = "none" if config.compile.mode == "auto" else config.compile.mode
     config = replace(config, compile=replace(config.compile, mode=compile_mode))
-    if config.hardware.memory_gib is not None:
+    if config.hardware.memory_gib is not None:  # a check of another device than this CPU
         return config
     dtype = "float32" if config.train.compute_dtype == "auto" else config.train.compute_dtype
     return replace(

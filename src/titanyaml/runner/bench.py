@@ -178,7 +178,7 @@ def environment(env: Env) -> dict[str, Any]:
     """``machine.describe``, and what only torch knows."""
     facts = machine.describe()
     name = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else facts["processor"]
-    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call] # torch has no types here
+    cudnn = torch.backends.cudnn.version()
     return facts | {"device": name, "cuda": torch.version.cuda, "cudnn": cudnn}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined] # documented, but not in its __all__
+from torch.autograd import DeviceType
 from torch.profiler import profile
 
 #: The first pattern that is in a kernel's name, in lower case, decides. On a CPU the names are operators ("aten::mm").
@@ -86,7 +86,7 @@ def _updates(trace: profile, device: torch.device) -> list[tuple[float, float]]:
     kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     return [
         (event.time_range.start, event.time_range.end)
-        for event in _events(trace)
+        for event in trace.events()
         if event.name == UPDATE and event.device_type == kind
     ]
 
@@ -95,7 +95,7 @@ def _device_spans(trace: profile) -> list[Span]:
     """Kernels and copies on the GPU."""
     return [
         Span(event.name, event.time_range.elapsed_us(), event.time_range.start, event.time_range.end)
-        for event in _events(trace)
+        for event in trace.events()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
 
@@ -104,13 +104,9 @@ def _host_spans(trace: profile) -> list[Span]:
     """Operators on the CPU. One calls others: its own time is what it does not spend in those."""
     return [
         Span(event.name, event.self_cpu_time_total, event.time_range.start, event.time_range.end)
-        for event in _events(trace)
+        for event in trace.events()
         if event.device_type == DeviceType.CPU and "::" in event.name and not event.name.startswith("autograd::")
     ]
-
-
-def _events(trace: profile) -> Any:
-    return trace.events()  # type: ignore[no-untyped-call] # torch has no types here
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -149,7 +149,7 @@ def _time_once(calls: Calls, device: torch.device) -> dict[str, float]:
             call()
             times[name] = time.perf_counter() - begin
         return times
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]  # type: ignore[no-untyped-call]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
     events[0].record()
     for event, call in zip(events[1:], calls.values(), strict=True):
         call()

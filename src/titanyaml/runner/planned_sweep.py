@@ -24,6 +24,7 @@ from titanyaml.config import degrees
 from titanyaml.config.hydra.compose_hook import Loader
 from titanyaml.config.hydra.composition_report import compose_report
 from titanyaml.config.schema import Config
+from titanyaml.config.schema_keys import is_under
 from titanyaml.errors import ConfigError, Problem
 from titanyaml.planner.search import space
 from titanyaml.planner.search.fastest import NUM_BEST, RankedConfig, SearchResult, find_fastest
@@ -93,10 +94,7 @@ class _Job:
 
 
 def run(arguments: Sequence[str], loader: Loader, launcher: Launcher, *, folder: Path, jobs: int) -> Any:
-    """Search, print and write what was found, and launch the ``jobs`` fastest.
-
-    Args:
-        folder: of the sweep; receives ``search.json``, which holds the ten best.
+    """Search, print what was found, write the ten best to ``folder/search.json``, and launch the ``jobs`` fastest.
 
     Raises:
         ConfigError: a value that is wrong whatever is chosen, no number of ranks, or nothing that fits.
@@ -139,11 +137,7 @@ def run(arguments: Sequence[str], loader: Loader, launcher: Launcher, *, folder:
 
 
 def sort_overrides(overrides: list[Override]) -> SearchOverrides:
-    """Sort overrides by what a search does with them.
-
-    Raises:
-        ConfigError: a range such as ``interval(0,1)``, of which there are endless values.
-    """
+    """Sort overrides by what a search does with them; an ``interval(0,1)``, of endless values, is refused."""
     dimensions: dict[str, list[Any]] = {}
     alternatives: list[list[str]] = []
     texts: list[str]
@@ -179,22 +173,14 @@ def _check_values(overrides: list[Override], loader: Loader) -> None:
 def _base_config(base: list[str], loader: Loader) -> Config:
     """The configuration around which is searched; what only the candidates decide may be wrong in it."""
     report = compose_report(base, loader=loader)
-    problems = [problem for problem in report.problems if not _is_decided(problem.key)]
+    problems = [problem for problem in report.problems if not is_under(problem.key, _DECIDED)]
     if problems or report.cfg is None:
         raise ConfigError(problems or report.problems)
     return report.config()
 
 
-def _is_decided(key: str) -> bool:
-    return any(key == decided or key.startswith(f"{decided}.") for decided in _DECIDED)
-
-
 def _space(typed: SearchOverrides, config: Config) -> Space:
-    """The space of a search: of each dimension what was typed, else what is tried unasked.
-
-    Raises:
-        ConfigError: neither a mesh nor a number of ranks, a name that is no mesh, or one of other ranks.
-    """
+    """The space of a search: of each dimension what was typed, else what is tried unasked."""
     values = {name: tuple(listed) for name, listed in typed.values.items()}
     # -1 is derived, as if nothing was typed
     axes = {axis: values.pop(axis) for axis in degrees.AXES if values.get(axis, (-1,)) != (-1,)}

@@ -21,11 +21,7 @@ log = logging.getLogger("titanyaml")
 
 
 class Profiler:
-    """Records on a schedule; does nothing on a rank that is not in ``profile.ranks``.
-
-    Args:
-        run: receives the files under ``profile/``.
-    """
+    """Records on a schedule; does nothing on a rank that is not in ``profile.ranks``."""
 
     def __init__(self, spec: schema.Profile, run: RunDir, env: Env) -> None:
         self.run, self.env, self.last_step = run, env, 0

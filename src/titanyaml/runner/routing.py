@@ -45,11 +45,7 @@ class Routing:
         self.is_counted = mesh is None or mesh.get_local_rank("tp") == 0
 
     def begin(self, tokens: int) -> None:
-        """Weigh the balance loss, and clear what the last step left.
-
-        Args:
-            tokens: valid tokens of all data ranks in this step, by which the loss is divided.
-        """
+        """Weigh the balance loss, and clear what the last step left; the loss is divided by ``tokens``."""
         for router in self._local_routers():
             router.gain.fill_(self.spec.balance_loss / max(tokens, 1))
             router.load_E.grad = router.balance.grad = None

@@ -208,16 +208,13 @@ def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda
 
 
 def rank0_first(env: Env, build: Callable[[], T]) -> T:
-    """Build on rank 0, then on the others, so that a cache is written once and read by all others.
-
-    A failure of rank 0 is raised on every rank, with its own type: none of them is left to wait.
-    """
+    """Build on rank 0, then on the others, so that a cache is written once and read by all others."""
     results: list[T] = []
     failure: Exception | None = None
     if env.is_main:
         try:
             results = [build()]
-        except Exception as error:  # noqa: BLE001 - sent to every rank, and raised on each
+        except Exception as error:  # noqa: BLE001 - raised on every rank: none is left to wait
             failure = error
     failure = comm.broadcast_object(failure, env)
     if failure is not None:

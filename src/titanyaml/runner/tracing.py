@@ -66,11 +66,11 @@ class StepWork:
         entry[1] += num_bytes
 
 
-class _WorkRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types here
+class _WorkRecorder(TorchDispatchMode):
     """Records GEMMs and collectives of plain tensors; DTensors turn into those first."""
 
     def __init__(self, axes: dict[str, dict[str, str]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         # by user ("c10d": FSDP and the pipeline; "_c10d_functional": our plugins; "exchanges": all-to-alls), then group
         self.axes, self.work = axes, StepWork()
 

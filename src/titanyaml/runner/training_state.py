@@ -17,21 +17,15 @@ from titanyaml.optim import AdamW
 
 
 def checkpoint_state(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    """The tensors of a checkpoint: full-precision weights, router biases and optimizer state.
-
-    Split masters are joined into copies; after reading into those, ``optimizer.load`` splits them again.
-    """
+    """The tensors of a checkpoint: full-precision weights, router biases and optimizer state."""
+    # split masters are joined into copies: after reading into those, ``optimizer.load`` splits them again
     return {"model": optimizer.weights() | expert_biases(model), "optim": optimizer.state_tensors()}
 
 
 def restore(
     config: Config, model: nn.Module, optimizer: AdamW, checkpointer: Checkpointer
 ) -> tuple[int, dict[str, Any] | None]:
-    """Load the checkpoint that ``checkpoint.resume`` names.
-
-    Returns:
-        Its step, and where it stood in the data (``Batches.state``); 0 and None for a new run.
-    """
+    """Load the checkpoint that ``checkpoint.resume`` names; returns its step and ``Batches.state``, or 0 and None."""
     path = _resume_path(config, checkpointer)
     if path is None:
         return 0, None
@@ -49,10 +43,8 @@ def _resume_path(config: Config, checkpointer: Checkpointer) -> Path | None:
 
 
 def check_ranks(config: Config, model: nn.Module, optimizer: AdamW, env: Env, *, data_rank: int) -> None:
-    """Refuse replicas of weights, buffers or optimizer state that differ, and data ranks that draw alike.
-
-    Both train on in silence; one pass over the weights costs less than a step.
-    """
+    """Refuse replicas of weights, buffers or optimizer state that differ, and data ranks that draw alike."""
+    # both would train on in silence; one pass over the weights costs less than a step
     # a generator: the master of a split parameter is a copy, and one of them at a time is enough
     masters = ((name, optimizer.master(name)) for name in optimizer.names)
     moments = (

@@ -129,14 +129,11 @@ def concrete(config: Config, choice: AcChoice) -> Config:
 
 
 def refusal(choice: AcChoice, remedies: Sequence[Remedy]) -> ConfigError:
-    """The error that nothing fits: the largest part, and changes after which something would.
-
-    Args:
-        remedies: for the choice, which needs the least memory. Those without more devices are named if there are any.
-    """
+    """The error that nothing fits: the largest part, and changes of the choice after which it would."""
     planned = choice.plan.memory
     largest_part, size = max(planned.parts.items(), key=lambda part: part[1])
     need = _gib(planned)
+    # more devices are named only where nothing else helps
     on_these_devices = [remedy.typed for remedy in remedies if remedy.devices <= choice.plan.job.mesh.world_size]
     more_memory = f"ac.memory_gib={math.ceil(need)}" if choice.limit.source == "ac.memory_gib" else "more ranks"
     return ConfigError(

@@ -74,8 +74,7 @@ def find_remedies(
 ) -> Remedies:
     """The three changes that cost the least speed after which ``config``, planned as ``plan``, fits.
 
-    Args:
-        limit_gib: None: what the device has. hardware, cluster: in place of the configured ones.
+    ``limit_gib``, ``hardware`` and ``cluster`` stand in place of the configured device's, where they are given.
     """
     if plan.fits and limit_gib is None:
         return Remedies([])
@@ -146,7 +145,8 @@ class _Trials:
             return False
         job = from_config.job(config, hardware=self.hardware, cluster=self.cluster)
         planned = memory.plan_memory(job)
-        over_bytes, typed = planned.with_margin - self.limit, _overrides(candidate.values)
+        typed = " ".join(f"{key}={spell(value)}" for key, value in candidate.values.items())
+        over_bytes = planned.with_margin - self.limit
         if over_bytes > 0:
             if over_bytes < self.over_bytes:
                 self.nearest, self.over_bytes = typed, over_bytes
@@ -218,10 +218,6 @@ def _cost(remedy: Remedy) -> tuple[float, int]:
 def _longer_axis(remedy: Remedy) -> str:
     """The kind that names the axis which grows on the same devices, "" without."""
     return next((kind for kind in remedy.kinds if kind.startswith("mesh")), "")
-
-
-def _overrides(values: dict[str, Any]) -> str:
-    return " ".join(f"{key}={spell(value)}" for key, value in values.items())
 
 
 def _applied(config: Config, values: dict[str, Any]) -> Config:

@@ -164,11 +164,7 @@ def _fewer_whole_weights(config: Config, sizes: dict[str, int]) -> Iterator[dict
 def _on_mesh(
     config: Config, sizes: dict[str, int], kind: str, *, batch: int | None, extra: dict[str, Any] | None = None
 ) -> Iterator[Candidate]:
-    """The mesh, if it is of a usual shape and divides the batch; unread keys of axes are set to their defaults.
-
-    Args:
-        batch: sequences of a step, which are kept; None: ``train.local_batch`` for each data rank.
-    """
+    """The mesh, if it is of a usual shape and divides the batch; unread keys of axes are set to their defaults."""
     largest_tp = max(config.cluster.gpus_per_host, config.parallel.tp)
     if sizes["tp"] > largest_tp or any(
         sizes[axis] > max(longest, getattr(config.parallel, axis)) for axis, longest in LONGEST_AXES.items()
@@ -176,7 +172,7 @@ def _on_mesh(
         return
     defaults = {key: default_of(key) for axis, keys in _KEYS_OF_AXIS.items() if sizes[axis] == 1 for key in keys}
     values = defaults | {f"parallel.{axis}": sizes[axis] for axis in degrees.AXES} | (extra or {})
-    if batch is None:
+    if batch is None:  # ``train.local_batch`` for each data rank
         yield _candidate(config, {kind}, values)
         return
     data_degree, local_batch = sizes["dp_replicate"] * sizes["dp_shard"], config.train.local_batch
