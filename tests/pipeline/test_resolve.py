@@ -96,7 +96,7 @@ def test_requires_and_conflicts():
 @pytest.mark.parametrize(
     ("node", "key", "words", "hint"),
     [
-        (target(fakes.Mark, tagg="x"), "p.tagg", "Mark has no argument 'tagg'", "'tag'"),
+        (target(fakes.Mark, tagg="x"), "p.tagg", "Mark has no argument 'tagg'", "p.tag=..."),
         (target(fakes.Picky), "p.size", "Picky needs the argument 'size'", "p.size=..."),
         (target(fakes.Picky, size=0), "p", "ValueError: size is 0", ""),
         (target(fakes.Mark, _aftr_=["x"]), "p._aftr_", "unknown reserved key", "_after_="),

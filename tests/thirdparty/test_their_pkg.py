@@ -105,7 +105,7 @@ def test_its_problems_are_reported_with_ours(their_pkg):
     with pytest.raises(PipelineError) as error:
         resolve(nodes, context(spec()))
     assert [(problem.key, problem.hint) for problem in error.value.problems] == [
-        ("pipeline.plugins.typo.alfa", "did you mean 'alpha'?"),
+        ("pipeline.plugins.typo.alfa", "pipeline.plugins.typo.alpha=..."),
         ("ac.mode", "ac.mode=full"),
         ("pipeline.plugins.noise.alpha", ""),
     ]

@@ -15,8 +15,7 @@ from tests.tokenizer.conftest import WEIRD, build, small_corpus
 from titanyaml.config import schema
 from titanyaml.errors import ConfigError, DataError
 from titanyaml.tokenizer import Tokenizer
-from titanyaml.tokenizer.spm import SentencePieceTokenizer
-from titanyaml.tokenizer.spm_train import trained_model
+from titanyaml.tokenizer.spm import SentencePieceTokenizer, trained_model
 
 SPEC = schema.Tokenizer(kind="sentencepiece", vocab_size=400)
 

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import titanyaml
-from titanyaml.checkpoint import folder, manifest, storage
+from titanyaml.checkpoint import folder, manifest
 from titanyaml.checkpoint import state as states
 from titanyaml.checkpoint.finder import CheckpointFinder
 from titanyaml.checkpoint.peers import Peers
@@ -74,7 +74,7 @@ class Checkpointer:
         temporary: Path | None = None
         try:
             target = temporary = self.peers.run_on_main("preparing", lambda: self._prepare(step, sizes))
-            files = storage.write(target, flat, peers=self.peers)
+            files = states.write(target, flat, peers=self.peers)
             final = self.peers.run_on_main("committing", lambda: self._commit(step, target, files, meta))
         except BaseException as error:
             if self._is_main and temporary is not None:
@@ -117,15 +117,9 @@ class Checkpointer:
         absent = files.keys() - {path.name for path in temporary.iterdir()}
         if absent:
             raise CheckpointError(f"other hosts' files are not in {temporary}: hosts must share the run folder")
-        own = {
-            "format": manifest.FORMAT,
-            "step": step,
-            "save_id": temporary.name.rpartition("-")[2],
-            "sequence": folder.next_sequence(self.root),
-            "config_hash": self.config_hash,
-            "time": utc_now(),
-            "versions": {"torch": torch.__version__, "titanyaml": titanyaml.__version__},
-        }
+        own = {"format": manifest.FORMAT, "step": step, "save_id": temporary.name.rpartition("-")[2]}
+        own |= {"sequence": folder.next_sequence(self.root), "config_hash": self.config_hash, "time": utc_now()}
+        own |= {"versions": {"torch": torch.__version__, "titanyaml": titanyaml.__version__}}
         clash = [name for name in meta.keys() & {*own, "files"} if own.get(name) != meta[name]]
         assert not clash, f"meta overrides {clash}"
         manifest.write(temporary, {**meta, **own, "files": files})
@@ -181,7 +175,7 @@ class Checkpointer:
         flat = states.flatten(state)
         source = FileSystemReader(path)
         self._require_fit(path, source, flat, only)
-        storage.read(source, flat, peers=self.peers)
+        states.read(source, flat, peers=self.peers)
         content = self.finder.verified[path]
         if path.parent == self.root and only is None:  # weights alone, or another run's, are not this run's state
             self._last_saved_step = content["step"]
@@ -196,13 +190,9 @@ class Checkpointer:
         self, path: Path, source: FileSystemReader, flat: Mapping[str, torch.Tensor], only: Sequence[str] | None
     ) -> None:
         """Names, shapes and dtypes are those of the file: a silent partial load would look like a bad run."""
-
-        def read_specs() -> states.TensorSpecs:
-            return states.stored_specs(source.read_metadata(), only=only)
-
         # rank 0 reads and sends the specs alone: the index has an entry for every shard
         expected = states.tensor_specs(flat)
-        stored = self.peers.run_on_main("reading the index", read_specs)
+        stored = self.peers.run_on_main("reading the index", lambda: states.stored_specs(source, only=only))
         # under pipeline parallelism each rank asks for its own part: unread is what nobody asks for
         unread = set.intersection(*self.peers.gather(stored.keys() - expected.keys()))
         shares = self.peers.gather(states.differences(stored, expected, unread=unread))

@@ -1,19 +1,36 @@
-"""The state of a run as a flat table of tensors, and its comparison with the content of a checkpoint.
+"""The state of a run: a flat table of tensors, their files, and a comparison with the content of a checkpoint.
 
-Names are paths, joined by "/": ``{"model": {"norm.weight": t}}`` is stored as ``model/norm.weight``.
+Names are paths, joined by "/": ``{"model": {"norm.weight": t}}`` is stored as ``model/norm.weight``. Files are written
+and read by PyTorch's distributed checkpoint (DCP): each rank its own shards, read on any mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from titanyaml.checkpoint import manifest
+from titanyaml.checkpoint.peers import Peers
+from titanyaml.pipeline.protocol import first_names
+from titanyaml.rundir import fsync
 
 SHOWN = 8  # names listed in an error; further ones are counted
+# names are flat already, and must stay as they are
+PLANNING = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 #: (shape, dtype) of each tensor by name.
 TensorSpecs = dict[str, tuple[tuple[int, ...], str]]
@@ -59,12 +76,12 @@ def tensor_specs(flat: Mapping[str, Tensor]) -> TensorSpecs:
     return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.items()}
 
 
-def stored_specs(metadata: Metadata, *, only: Iterable[str] | None) -> TensorSpecs:
+def stored_specs(source: FileSystemReader, *, only: Iterable[str] | None) -> TensorSpecs:
     """Shape and dtype of each tensor in a checkpoint; only below these top-level names, where they are given."""
     tops = None if only is None else set(only)
     return {
         name: (tuple(entry.size), str(entry.properties.dtype))
-        for name, entry in metadata.state_dict_metadata.items()
+        for name, entry in source.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and (tops is None or name.split("/", 1)[0] in tops)
     }
 
@@ -75,12 +92,12 @@ def differences(stored: TensorSpecs, expected: TensorSpecs, *, unread: set[str])
     changed = sorted(name for name in expected.keys() & stored.keys() if expected[name] != stored[name])
     problems = []
     if missing:
-        problems.append(f"{len(missing)} of the model's tensors are not in it: {_shorten(missing)}")
+        problems.append(f"{len(missing)} of the model's tensors are not in it: {first_names(missing, SHOWN)}")
     if unread:
-        problems.append(f"{len(unread)} of its tensors are unknown to the model: {_shorten(sorted(unread))}")
+        problems.append(f"{len(unread)} of its tensors are unknown to the model: {first_names(sorted(unread), SHOWN)}")
     if changed:
         pairs = [f"{name} {_show(stored[name])} in the file, {_show(expected[name])} here" for name in changed]
-        problems.append(f"{len(changed)} tensors differ in shape or dtype: {_shorten(pairs)}")
+        problems.append(f"{len(changed)} tensors differ in shape or dtype: {first_names(pairs, SHOWN)}")
     return problems
 
 
@@ -88,6 +105,51 @@ def _show(spec: tuple[tuple[int, ...], str]) -> str:
     return f"{list(spec[0])} {spec[1].removeprefix('torch.')}"
 
 
-def _shorten(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+class _Writer(FileSystemWriter):
+    def __init__(self, path: Path, peers: Peers) -> None:
+        super().__init__(path, sync_files=False)  # synced when the checksum is taken
+        self.peers = peers
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # DCP's own reduction behind this call would time out without telling which rank is slow
+        try:
+            future = super().write_data(plan, planner)
+            future.wait()
+            return future
+        finally:
+            self.peers.wait_for_all("writing")
+
+
+def write(folder: Path, flat: Mapping[str, Tensor], *, peers: Peers) -> dict[str, dict[str, Any]]:
+    """Write tensors into ``folder``, to the disk; ``{file name: {"bytes", "sha256"}}`` of all ranks' files."""
+    _run("writing", save, flat, peers, storage_writer=_Writer(folder, peers), planner=DefaultSavePlanner(**PLANNING))
+    files: dict[str, dict[str, Any]] = {}
+    for share in peers.run_on_all("syncing", lambda: _seal(folder, peers.rank)):
+        files |= share
+    return files
+
+
+def _seal(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
+    """Sync and checksum the files that this rank wrote."""
+    sealed = {}
+    for path in sorted(folder.iterdir()):
+        # DCP's names are __<rank>_<number>.distcp; .metadata is rank 0's
+        owner = path.name.split("_")[2] if path.name.startswith("__") else "0"
+        if owner == str(rank):
+            fsync(path)
+            sealed[path.name] = manifest.describe(path)
+    return sealed
+
+
+def read(source: FileSystemReader, flat: Mapping[str, Tensor], *, peers: Peers) -> None:
+    """Fill the tensors in place with the exact bits that were saved."""
+    _run("loading", load, flat, peers, storage_reader=source, planner=DefaultLoadPlanner(**PLANNING))
+
+
+def _run(phase: str, call: Callable[..., Any], flat: Mapping[str, Tensor], peers: Peers, **options: Any) -> None:
+    """Call DCP on every rank; an error of one is raised on all."""
+    options |= {"process_group": peers.group, "no_dist": peers.group is None}
+    with warnings.catch_warnings():
+        # DCP warns where there is no process group; one rank alone is a legal run here
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        peers.run_on_all(phase, lambda: call(dict(flat), **options))

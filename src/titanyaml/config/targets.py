@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import symtable
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -56,7 +56,7 @@ def check_target(target: str, *, key: str, arguments: Iterable[str] | None = Non
     parameters = None if definition is None else _parameters(definition)
     if arguments is None or len(names) > 1 or parameters is None:
         return []
-    return _check_arguments(parameters, names[0], key, list(arguments))
+    return check_arguments(parameters, list(arguments), name=names[0], key=key)
 
 
 def _find_module(target: str) -> tuple[ModuleSpec | None, list[str]]:
@@ -132,10 +132,13 @@ def _parameters(definition: ast.ClassDef | ast.FunctionDef) -> dict[str, bool] |
     return parameters
 
 
-def _check_arguments(parameters: dict[str, bool], name: str, key: str, arguments: list[str]) -> list[Problem]:
+def check_arguments(
+    parameters: Mapping[str, bool], arguments: Collection[str], *, name: str, key: str, takes_any: bool = False
+) -> list[Problem]:
+    """Unknown and missing arguments of the class or function ``name``; parameters: by name, whether it is required."""
     problems = []
     for argument in arguments:
-        if argument not in parameters:
+        if argument not in parameters and not takes_any:
             similar = nearest(argument, parameters)
             allowed = ", ".join(parameters) or "no arguments"
             hint = f"{key}.{similar[0]}=..." if similar else ""

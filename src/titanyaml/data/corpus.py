@@ -52,7 +52,7 @@ def open_corpus(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Corpus
     # neither split nor sequence length: both are cut from one file, so a change of them tokenises nothing
     key = json.dumps([_VERSION, source.fingerprint, tokenizer.fingerprint])
     key = hashlib.sha256(key.encode()).hexdigest()[:32]
-    folder = _folder(cache_dir, key)
+    folder = cache_dir / "corpora" / key
     build_once(folder, lambda new: _tokenise(source, tokenizer, new), what="the tokenised corpus")
     return _load(folder, key)
 
@@ -60,13 +60,9 @@ def open_corpus(source: Source, tokenizer: Tokenizer, cache_dir: Path) -> Corpus
 def manifest(cache_dir: Path, key: str) -> dict[str, str] | None:
     """The files that a corpus was made of (name to "size sha256"); None where the cache has no such corpus."""
     try:
-        return dict(json.loads((_folder(cache_dir, key) / "manifest.json").read_text(encoding="utf-8")))
+        return dict(json.loads((cache_dir / "corpora" / key / "manifest.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
-
-
-def _folder(cache_dir: Path, key: str) -> Path:
-    return cache_dir / "corpora" / key
 
 
 def _load(folder: Path, key: str) -> Corpus:
@@ -106,15 +102,9 @@ def _tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     if len(bounds) == 1:
         raise DataError(f"{source.title}: no document has any text", key="data")
     np.save(folder / "bounds.npy", np.array(bounds, dtype=np.int64))
-    meta = {
-        "dtype": dtype.name,
-        "num_tokens": bounds[-1],
-        "num_documents": len(bounds) - 1,
-        "max_id": max_id,
-        "max_id_document": max_id_document,
-        "source": source.identity,
-        "tokenizer": tokenizer.fingerprint,
-    }
+    meta = {"dtype": dtype.name, "num_tokens": bounds[-1], "num_documents": len(bounds) - 1}
+    meta |= {"max_id": max_id, "max_id_document": max_id_document}
+    meta |= {"source": source.identity, "tokenizer": tokenizer.fingerprint}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
     (folder / "manifest.json").write_text(json.dumps(source.manifest, indent=2), encoding="utf-8")
     result = (source.title, time.monotonic() - start, len(bounds) - 1, bounds[-1])

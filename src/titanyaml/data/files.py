@@ -1,4 +1,4 @@
-"""Documents in files: plain text, JSON lines, Parquet, and the Python standard library."""
+"""Documents in files (plain text, JSON lines, Parquet, the Python standard library), and fingerprints of the files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanyaml.errors import DataError
+from titanyaml.rundir import atomic_write
 
 log = logging.getLogger("titanyaml.data")
 
 # other files of a folder are seldom meant: pictures, licences, lock files
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".parquet")
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+# smaller files are read and hashed at every start; the hash of a larger one is remembered
+_REMEMBER_BYTES = 1 << 20
 
 
 class Document(NamedTuple):
@@ -168,3 +171,47 @@ def read_stdlib(files: Sequence[Path]) -> Iterator[Document]:
         yield Document(str(file), text)
     if broken:
         log.info("skipped %d files that do not decode: %s", len(broken), ", ".join(broken[:8]))
+
+
+def content_hashes(files: Sequence[Path], *, cache_dir: Path) -> dict[str, str]:
+    """``{name: "size sha256"}`` of each file; the name is its path below the folder that holds them all."""
+    # names below the common folder: the same files elsewhere have the same fingerprint
+    root = Path(os.path.commonpath([file.absolute().parent for file in files]))
+    memo_file = cache_dir / "file_hashes.json"
+    memo = _load_hashes(memo_file)
+    num_remembered = len(memo)
+    hashes = {}
+    for file in files:
+        path = file.absolute()
+        try:
+            stat = path.stat()
+            # mtime can be set back by a user after an edit, ctime cannot
+            stamp = f"{path} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+            digest = memo.get(stamp)
+            if digest is None:
+                with path.open("rb") as opened:
+                    digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"cannot read {file}: {error}", key="data.paths") from error
+        if stat.st_size >= _REMEMBER_BYTES:
+            memo[stamp] = digest
+        hashes[path.relative_to(root).as_posix()] = f"{stat.st_size} {digest}"
+    if len(memo) > num_remembered:
+        _save(memo_file, memo)
+    return hashes
+
+
+def _load_hashes(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}  # a memo only: without it the files are read again
+
+
+def _save(path: Path, memo: dict[str, str]) -> None:
+    try:
+        # by rename, since several starts may share the cache: a lost update costs time, a torn file would too
+        atomic_write(path, json.dumps(memo))
+    except OSError as error:
+        hint = "data.cache_dir=/a/writable/folder"
+        raise DataError(f"cannot write {path}: {error}", key="data.cache_dir", hint=hint) from error

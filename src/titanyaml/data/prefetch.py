@@ -5,16 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
-class _QueueEnd:
+class _QueueEnd(NamedTuple):
     """The last item of the queue: the iterator is exhausted, or failed."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+    error: BaseException | None = None
 
 
 class Prefetcher(Generic[T]):

@@ -12,14 +12,11 @@ from typing import Any
 
 from titanyaml.config import schema
 from titanyaml.data import files, hub
-from titanyaml.data.files import Document
-from titanyaml.data.hashing import content_hashes
+from titanyaml.data.files import Document, content_hashes
 from titanyaml.data.order import empty_split, holdout_hash, holdout_limit
 from titanyaml.errors import ConfigError
 
 log = logging.getLogger("titanyaml.data")
-
-SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class Source:
 
 def open_source(spec: schema.Data, split: str) -> Source:
     """The source that a split is read from; ConfigError if a key is missing, DataError if files are."""
-    assert split in SPLITS
+    assert split in ("train", "validation")
     if spec.kind == "stdlib":
         paths = files.stdlib_files()[: spec.max_files]
         return _file_source("the standard library", spec, paths, {"kind": "stdlib"}, lambda: files.read_stdlib(paths))
@@ -95,14 +92,8 @@ def _hub_source(spec: schema.Data, split: str) -> Source:
     has_own_split = spec.validation_split is not None
     hub_split = spec.validation_split if spec.validation_split is not None and split == "validation" else spec.split
     folder = hub.local_folder(spec.dataset)
-    identity = {
-        "kind": "hf",
-        "dataset": "" if folder else spec.dataset,
-        "subset": spec.subset,
-        "split": hub_split,
-        "revision": spec.revision,
-        "text_field": spec.text_field,
-    }
+    identity = {"kind": "hf", "dataset": "" if folder else spec.dataset, "subset": spec.subset, "split": hub_split}
+    identity |= {"revision": spec.revision, "text_field": spec.text_field}
     manifest: dict[str, str] = {}
     if folder and not spec.streaming:
         # known by content, so that the folder may move; a stream is never read whole and goes by its path

@@ -10,6 +10,7 @@ from typing import Any
 from titanyaml.config import instantiate
 from titanyaml.config.plugin_nodes import check_reserved_keys
 from titanyaml.config.schema_keys import nearest
+from titanyaml.config.targets import check_arguments
 from titanyaml.errors import Problem, ProblemsError, TitanError
 from titanyaml.pipeline.protocol import STAGES, Transform
 
@@ -85,20 +86,11 @@ def _check_arguments(key: str, node: Mapping[str, Any], cls: Any) -> list[Proble
         parameters = inspect.signature(cls).parameters.values()
     except (TypeError, ValueError):  # not callable, or without a readable signature: the call itself will tell
         return []
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    arguments = [name for name in node if not str(name).startswith("_")]
+    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    required = {p.name: p.default is p.empty for p in named}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    unknown = [] if takes_any else [name for name in arguments if name not in named]
-    missing = [name for name, p in named.items() if p.default is p.empty and name not in arguments]
-    allowed = ", ".join(named) or "no arguments"
-    title = cls.__qualname__
-    problems = [
-        Problem(f"{key}.{name}", f"{title} has no argument {name!r}", allowed, did_you_mean(name, named))
-        for name in unknown
-    ]
-    return problems + [
-        Problem(f"{key}.{name}", f"{title} needs the argument {name!r}", hint=f"++{key}.{name}=...") for name in missing
-    ]
+    arguments = [name for name in node if not str(name).startswith("_")]
+    return check_arguments(required, arguments, name=cls.__qualname__, key=key, takes_any=takes_any)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -44,8 +44,8 @@ def resolve(nodes: Mapping[str, Mapping[str, Any]], ctx: Context) -> ResolvedPip
         problems += node_problems
         if bound is None:
             failed.add(name)
-        elif reason := _reason_off(bound.transform, ctx):
-            off[name] = reason
+        elif hasattr(bound.transform, "reason_off") and (reason := bound.transform.reason_off(ctx)):
+            off[name] = str(reason)
         else:
             on[name] = bound
     # checks come last: a plugin may ask which others are on
@@ -110,10 +110,6 @@ def after_step(model: nn.Module, resolved: ResolvedPipeline) -> None:
 
 def _key(name: str) -> str:
     return f"pipeline.plugins.{name}"
-
-
-def _reason_off(transform: Transform, ctx: Context) -> str:
-    return str(transform.reason_off(ctx)) if hasattr(transform, "reason_off") else ""
 
 
 def _check_relations(
@@ -202,12 +198,7 @@ def _damage(before: dict[str, str], after: dict[str, str]) -> str:
     # a lost tie would train two matrices where the configuration says one
     lost, added = [n for n in before if n not in after], [n for n in after if n not in before]
     retied = [n for n in before if n in after and before[n] in after and after[n] != before[n]]
-    parts = []
-    if lost:
-        parts.append(f"lost {first_names(lost)}")
-    if added:
-        parts.append(f"added {first_names(added)}")
-    if retied:
-        ties = first_names([f"{n} was {before[n]}, is {after[n]}" for n in retied])
-        parts.append(f"changed what is tied: {ties}")
-    return f"parameters must keep their names and ties, but the plugin {'; '.join(parts)}" if parts else ""
+    ties = [f"{n} was {before[n]}, is {after[n]}" for n in retied]
+    damages = {"lost": lost, "added": added, "changed what is tied:": ties}
+    words = "; ".join(f"{damage} {first_names(names)}" for damage, names in damages.items() if names)
+    return f"parameters must keep their names and ties, but the plugin {words}" if words else ""
