@@ -22,13 +22,13 @@ if not machine.gpus():
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage seldom: most of what there is was imported, and passes over it take an eighth of the time."""
+    # collect garbage rarely: most objects were made by imports, and passes over them take an eighth of the time
     gc.set_threshold(50_000)
 
 
 @pytest.fixture(autouse=True)
 def restore_hydra_singletons() -> Iterator[None]:
-    """No test sees the configuration that another one left in Hydra's singletons."""
+    """Keep a test from seeing the configuration that another one left in Hydra's singletons."""
     config = HydraConfig.instance().cfg
     yield
     GlobalHydra.instance().clear()

@@ -70,7 +70,7 @@ class _Pool:
         for rank, pipe in enumerate(pipes):
             pipe.send((sys.path, _environ(rank, world_size, store.port), call, start))
         answers = self._collect(pipes, timeout_s)
-        failures = [(when, rank, error) for rank, (when, _, error) in answers.items() if error is not None]
+        failures = [(failed_at, rank, error) for rank, (failed_at, _, error) in answers.items() if error is not None]
         if len(answers) < world_size or not all(process.is_alive() for process, _ in self.workers):
             self.close(kill=True)
         else:
@@ -93,11 +93,11 @@ class _Pool:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host name need not resolve
         try:
             while len(self.workers) < world_size:
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                pool_end, worker_end = context.Pipe()
+                process = context.Process(target=_serve, args=(worker_end,), daemon=True)
                 process.start()
-                theirs.close()
-                self.workers.append((process, ours))
+                worker_end.close()
+                self.workers.append((process, pool_end))
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -152,7 +152,7 @@ atexit.register(_POOL.close)
 
 
 def _environ(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would set; the agent store is the test process's."""
+    """The variables that torchrun would set; the agent store is the test process's."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -175,7 +175,7 @@ def _unpack(error: tuple[bytes, str], rank: int) -> BaseException:
 
 
 def _serve(pipe: Connection) -> None:
-    """A worker's life: take a call, answer, wait for the other ranks, leave the group; until the pipe closes."""
+    """Serve calls until the pipe closes: answer one, wait for the other ranks, leave the group."""
     gc.set_threshold(50_000)  # importing torch leaves no garbage, and looking for it takes a seventh of that time
     import torch
 
@@ -212,7 +212,7 @@ def _answer(call: bytes, start: bool, rank: int) -> tuple[float, bytes, tuple[by
 
 
 def _forget_groups() -> None:
-    """Hundreds of groups that are gone but remembered would take half of the machine, by their threads."""
+    # torch's mesh caches keep destroyed groups alive; the threads of hundreds would take half of the machine
     if "torch.distributed.tensor" in sys.modules:
         from titanyaml.distributed import compat
 

@@ -90,7 +90,7 @@ def rank_work(
         local_batch: sequences per forward and data rank.
         accumulation: forwards per step.
     """
-    tokens = local_batch * seq_len // dims.cp
+    tokens = local_batch * seq_len // dims.cp  # cp ranks each hold a slice of every sequence; tp ranks all of it
     layers_by_shape: dict[tuple[int, int], list[str]] = {}
     counted = {f"{facts.embedding}.weight", f"{facts.head}.weight"}
     for block, layout in zip(facts.blocks, facts.layouts, strict=True):
@@ -248,6 +248,7 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
     begin = time.perf_counter()
     call()
     hardware.synchronize(device)
+    # one more call tells how many fit into the budget; 50 are enough for a median
     count = int(min(max(BUDGET_S / (time.perf_counter() - begin), 3), 50))
     clock = _cuda_times if device.type == "cuda" else _host_times
     return statistics.median(clock(call, count))

@@ -42,6 +42,7 @@ def _option_for(name: str) -> str | None:
 
 def peak_tflops(spec: schema.Hardware, device: torch.device | str) -> float | None:
     """Dense bf16 peak (TFLOP/s): as configured, else of the recognised device under ``hardware=auto``, else None."""
+    # a named device without a peak has none: that of the device below would not be its own
     if spec.peak_bf16_tflops is not None or spec.name != "auto":
         return spec.peak_bf16_tflops
     option = detect(device)

@@ -59,8 +59,8 @@ class CrossEntropy:
             labels_BS: int64 ids, equal on all ranks of a sharded weight.
 
         Returns:
-            0-dim sum, float32, or float64 for float64 inputs; 0 where no label is valid. It is the same on all ranks of
-            a sharded weight, while each rank's gradient of the hidden states is only a summand of the true one.
+            0-dim sum, float32, or float64 for float64 inputs; 0 where no label is valid. With a sharded weight it is
+            equal on all ranks, but a rank's gradient of the hidden states is only a summand of the true one.
 
         Raises:
             DataError: a label is outside the vocabulary (CPU). On CUDA, where reading labels would stall every step,

@@ -81,6 +81,7 @@ class KVCache:
 
     def __init__(self, length: int) -> None:
         self.length, self.position = length, 0
+        # One buffer per layer, written in place: shapes stay the same from token to token.
         self.keys_BKTH: list[Tensor] = []
         self.values_BKTH: list[Tensor] = []
 

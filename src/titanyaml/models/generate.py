@@ -78,8 +78,10 @@ def _last_logits(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor | None
 def _choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> int:
     if temperature == 0:
         return int(logits_V.argmax())
+    # in float32: probabilities rounded to bfloat16 would not sum to 1 over a large vocabulary
     logits_V = logits_V.to(at_least_float32(logits_V.dtype)) / temperature
     if top_k is None:
         return int(torch.multinomial(logits_V.softmax(-1), 1, generator=generator))
+    # softmax over the kept logits alone: the others get probability 0
     best = logits_V.topk(min(top_k, logits_V.shape[0]))
     return int(best.indices[torch.multinomial(best.values.softmax(-1), 1, generator=generator)])

@@ -80,11 +80,6 @@ def _mixture(spec: Model, ours: str, block: str, mlp: str) -> Iterator[TensorMap
         yield stacked_experts(f"{experts}{name}", f"{prefix}experts.{{}}.{leaf}", num_experts=spec.moe.num_experts)
 
 
-def name_map(spec: Model) -> dict[str, str]:
-    """Our parameter names to Hugging Face's, of those that are one tensor in one layout on both sides."""
-    return {mapping.ours[0]: mapping.hf[0] for mapping in mappings(spec) if mapping.export is tuple}
-
-
 def to_hf(state: dict[str, Tensor], spec: Model) -> dict[str, Tensor]:
     """Our state under Hugging Face's names. Tensors of equal layout are the same objects; a tied head is left out.
 

@@ -145,7 +145,7 @@ class AdamW:
         step = torch.zeros((), dtype=torch.float32, device=step_device)
         state = ParameterState(name, parameter, None if master is None else weight, moments, step)
         if master is not None and self.accumulates:
-            parameter.register_post_accumulate_grad_hook(state.accumulate)  # type: ignore[no-untyped-call]  # torch's
+            parameter.register_post_accumulate_grad_hook(state.accumulate)
         return state
 
     def _new_moments(self, weight: Tensor) -> dict[str, Tensor]:
