@@ -10,7 +10,7 @@ import pytest
 from tests.data.conftest import CountingTokenizer
 from titanyaml import data
 from titanyaml.config import schema
-from titanyaml.data.synthetic import SyntheticData
+from titanyaml.data.windows import SyntheticData
 from titanyaml.errors import ConfigError
 from titanyaml.tokenizer import Tokenizer
 from titanyaml.tokenizer.byte import ByteTokenizer
@@ -49,17 +49,17 @@ def test_a_vocabulary_is_trained_on_training_documents_only(write_lines: Callabl
     held_out = set(data.documents(spec, "validation"))
     marked = [text.replace("common", "zqzqzqzq") if text in held_out else text for text in common]
     spec = files_spec(write_lines(marked), validation_fraction=0.1)
-    tokenizer = data.build_tokenizer(schema.Tokenizer(kind="sentencepiece", vocab_size=300), spec)
+    tokenizer = data.build_tokenizer(schema.TokenizerConfig(kind="sentencepiece", vocab_size=300), spec)
     assert len(tokenizer.encode("zqzqzqzq")) == 8
     assert len(tokenizer.encode("common")) < 6
-    cached = data.build_tokenizer(schema.Tokenizer(kind="sentencepiece", vocab_size=300), spec)
+    cached = data.build_tokenizer(schema.TokenizerConfig(kind="sentencepiece", vocab_size=300), spec)
     assert cached.fingerprint == tokenizer.fingerprint
     assert len(list((Path(spec.cache_dir) / "tokenizers").glob("*/tokenizer.model"))) == 1
 
 
 def test_the_default_corpus_end_to_end(tmp_path: Path) -> None:
     spec = schema.Data(kind="stdlib", max_files=60, cache_dir=str(tmp_path))
-    settings = schema.Tokenizer(kind="sentencepiece", vocab_size=512, train_bytes=300_000)
+    settings = schema.TokenizerConfig(kind="sentencepiece", vocab_size=512, train_bytes=300_000)
     tokenizer = data.build_tokenizer(settings, spec)
     train, validation = build_both(spec, tokenizer, seq_len=64, vocab_size=512)
     documents = set(data.documents(spec, "train"))

@@ -1,4 +1,4 @@
-"""Windows over one split of a corpus."""
+"""Windows over one split of a corpus, and random tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from titanyaml import data
 from titanyaml.data.order import split_documents
 from titanyaml.data.packing import IGNORED
+from titanyaml.data.windows import SyntheticData
 from titanyaml.errors import DataError
 from titanyaml.tokenizer.byte import ByteTokenizer
 
@@ -84,3 +85,39 @@ def test_a_damaged_id_is_refused_when_it_comes(packed: Callable, tmp_path: Path)
     assert dataset[0].tokens.max() <= 257
     with pytest.raises(DataError, match=r"documents \d+ to \d+: token id 65535 is outside"):
         dataset[2]
+
+
+def random_tokens(seed: int = 0, split: str = "train") -> SyntheticData:
+    return SyntheticData(seq_len=256, vocab_size=50, seed=seed, split=split)
+
+
+def test_random_tokens_depend_on_seed_split_and_index_only() -> None:
+    first = random_tokens()[5]
+    assert np.array_equal(first.tokens, random_tokens()[5].tokens)
+    for sample in (random_tokens()[6], random_tokens(seed=1)[5], random_tokens(split="validation")[5]):
+        assert not np.array_equal(first.tokens, sample.tokens)
+    # written down: no version of numpy may change them
+    assert first.tokens[:6].tolist() == [24, 0, 48, 11, 47, 35]
+
+
+def test_every_label_is_the_next_random_token() -> None:
+    sample = random_tokens()[len(random_tokens()) - 1]
+    assert sample.labels[:-1].tolist() == sample.tokens[1:].tolist()
+    assert sample.tokens.min() >= 0 and sample.tokens.max() < 50 and len(set(sample.tokens.tolist())) > 40
+    assert not sample.documents.any()
+    with pytest.raises(IndexError):
+        random_tokens()[len(random_tokens())]
+
+
+def test_the_fingerprint_of_random_tokens_follows_seed_and_split() -> None:
+    assert random_tokens().fingerprint == random_tokens().fingerprint
+    assert (
+        len(
+            {
+                random_tokens().fingerprint,
+                random_tokens(seed=1).fingerprint,
+                random_tokens(split="validation").fingerprint,
+            }
+        )
+        == 3
+    )

@@ -36,11 +36,7 @@ class Checkpointer:
     """The checkpoints of ``run``. Methods are collective: every rank calls them, in the same order.
 
     The constructor removes what a killed save left. It, and ``save``, raise LaunchError if another process owns the
-    run.
-
-    Args:
-        keep: newest checkpoints kept. config_hash: stands in every manifest.
-        timeout_s: how long ranks wait for the slowest one in a phase of saving or loading (seconds).
+    run. keep: newest checkpoints kept. timeout_s: how long ranks wait for the slowest one in one phase (seconds).
     """
 
     def __init__(self, run: RunDir, *, keep: int, config_hash: str, env: Env, timeout_s: float = 1800.0) -> None:
@@ -93,10 +89,8 @@ class Checkpointer:
         # before anything is written: retention would replace the last good checkpoint by a useless one
         names = sorted(set().union(*self.peers.run_on_all("checking", lambda: states.non_finite(flat))))
         if names:
-            raise NonFiniteError(
-                f"step {step} was not saved: NaN or infinity in {len(names)} tensors, first {names[0]}; "
-                "earlier checkpoints are untouched"
-            )
+            message = f"step {step} was not saved: NaN or infinity in {len(names)} tensors, first {names[0]}"
+            raise NonFiniteError(f"{message}; earlier checkpoints are untouched")
 
     def _prepare(self, step: int, sizes: list[dict[str, int]]) -> Path:
         """The empty folder to write into, on rank 0, if there is room."""
@@ -114,8 +108,7 @@ class Checkpointer:
 
     def _commit(self, step: int, temporary: Path, files: dict[str, Any], meta: Mapping[str, Any]) -> Path:
         """Manifest and rename, on rank 0."""
-        absent = files.keys() - {path.name for path in temporary.iterdir()}
-        if absent:
+        if files.keys() - {path.name for path in temporary.iterdir()}:
             raise CheckpointError(f"other hosts' files are not in {temporary}: hosts must share the run folder")
         own = {"format": manifest.FORMAT, "step": step, "save_id": temporary.name.rpartition("-")[2]}
         own |= {"sequence": folder.next_sequence(self.root), "config_hash": self.config_hash, "time": utc_now()}
@@ -196,15 +189,13 @@ class Checkpointer:
         # under pipeline parallelism each rank asks for its own part: unread is what nobody asks for
         unread = set.intersection(*self.peers.gather(stored.keys() - expected.keys()))
         shares = self.peers.gather(states.differences(stored, expected, unread=unread))
-        problems = list(dict.fromkeys(problem for share in shares for problem in share))
-        if problems:
+        if problems := list(dict.fromkeys(problem for share in shares for problem in share)):
             hint = "the model configuration with which it was written (config.yaml of its run)"
             raise CheckpointError(f"{path} does not fit the model: " + "; ".join(problems), hint=hint)
 
     def _recover(self) -> None:
         self.run.check_generation()
-        leftovers = folder.recover(self.root)
-        if leftovers:
+        if leftovers := folder.recover(self.root):
             self._warn("checkpoint_leftovers", f"cleaned up after an interrupted save: {', '.join(leftovers)}")
 
     def _warn(self, kind: str, message: str) -> None:

@@ -46,8 +46,7 @@ class CheckpointFinder:
         """The checkpoint at ``source``: itself one, or the newest of a run's folder or of a folder of steps."""
         kind = self.peers.run_on_main("looking", lambda: _folder_kind(source))
         if kind == "step":
-            damage = self._damage(source)
-            if damage:  # it was named, so another one would not do
+            if damage := self._damage(source):  # it was named, so another one would not do
                 message = f"{source} is damaged: " + "; ".join(damage)
                 raise CheckpointError(message, hint="an older step of the same run")
             return source
@@ -62,7 +61,6 @@ class CheckpointFinder:
         self.damaged.discard(path)
 
     def forget(self, path: Path) -> None:
-        """``path`` was deleted."""
         self.verified.pop(path, None)
         self.damaged.discard(path)
 

@@ -42,7 +42,6 @@ def newest_first(root: Path) -> list[Path]:
 
 
 def next_sequence(root: Path) -> int:
-    """The sequence number of the next checkpoint."""
     sequences = [_sequence(path) for path in _steps(root)]
     return 1 + max((sequence for sequence in sequences if sequence is not None), default=0)
 

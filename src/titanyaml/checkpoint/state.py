@@ -7,7 +7,7 @@ and read by PyTorch's distributed checkpoint (DCP): each rank its own shards, re
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +72,15 @@ def non_finite(flat: Mapping[str, Tensor]) -> list[str]:
 
 
 def tensor_specs(flat: Mapping[str, Tensor]) -> TensorSpecs:
-    """Shape and dtype of each tensor that is to be filled."""
     return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.items()}
 
 
-def stored_specs(source: FileSystemReader, *, only: Iterable[str] | None) -> TensorSpecs:
+def stored_specs(source: FileSystemReader, *, only: Collection[str] | None) -> TensorSpecs:
     """Shape and dtype of each tensor in a checkpoint; only below these top-level names, where they are given."""
-    tops = None if only is None else set(only)
     return {
         name: (tuple(entry.size), str(entry.properties.dtype))
         for name, entry in source.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and (tops is None or name.split("/", 1)[0] in tops)
+        if isinstance(entry, TensorStorageMetadata) and (only is None or name.split("/", 1)[0] in only)
     }
 
 
@@ -90,15 +88,10 @@ def differences(stored: TensorSpecs, expected: TensorSpecs, *, unread: set[str])
     """Why a checkpoint does not fit, in words; empty when it does. unread: names in the file that no rank asks for."""
     missing = sorted(expected.keys() - stored.keys())
     changed = sorted(name for name in expected.keys() & stored.keys() if expected[name] != stored[name])
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} of the model's tensors are not in it: {first_names(missing, SHOWN)}")
-    if unread:
-        problems.append(f"{len(unread)} of its tensors are unknown to the model: {first_names(sorted(unread), SHOWN)}")
-    if changed:
-        pairs = [f"{name} {_show(stored[name])} in the file, {_show(expected[name])} here" for name in changed]
-        problems.append(f"{len(changed)} tensors differ in shape or dtype: {first_names(pairs, SHOWN)}")
-    return problems
+    pairs = [f"{name} {_show(stored[name])} in the file, {_show(expected[name])} here" for name in changed]
+    names_of = {"of the model's tensors are not in it": missing}
+    names_of |= {"of its tensors are unknown to the model": sorted(unread), "tensors differ in shape or dtype": pairs}
+    return [f"{len(names)} {problem}: {first_names(names, SHOWN)}" for problem, names in names_of.items() if names]
 
 
 def _show(spec: tuple[tuple[int, ...], str]) -> str:

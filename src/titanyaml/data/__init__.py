@@ -13,8 +13,7 @@ from titanyaml.data.corpus import open_corpus
 from titanyaml.data.packing import TokenData
 from titanyaml.data.sources import documents, open_source
 from titanyaml.data.stream import StreamData
-from titanyaml.data.synthetic import SyntheticData
-from titanyaml.data.windows import PackedData
+from titanyaml.data.windows import PackedData, SyntheticData
 from titanyaml.errors import ConfigError
 from titanyaml.tokenizer import Tokenizer
 from titanyaml.tokenizer import build as build_from_spec
@@ -22,7 +21,7 @@ from titanyaml.tokenizer import build as build_from_spec
 __all__ = ["build", "build_tokenizer", "documents"]
 
 
-def build_tokenizer(tokenizer: schema.Tokenizer, data: schema.Data) -> Tokenizer:
+def build_tokenizer(tokenizer: schema.TokenizerConfig, data: schema.Data) -> Tokenizer:
     """The tokenizer for this data; a vocabulary that is trained sees the training documents only."""
 
     def corpus_key() -> str:
@@ -37,9 +36,7 @@ def build_tokenizer(tokenizer: schema.Tokenizer, data: schema.Data) -> Tokenizer
 def build(
     spec: schema.Data, *, tokenizer: Tokenizer | None, seq_len: int, seed: int, split: str, vocab_size: int
 ) -> TokenData:
-    """The samples of one split ("train" or "validation"), for ``data.loader.Batches``.
-
-    The corpus is tokenised first where the cache does not have it.
+    """The samples of one split ("train" or "validation"), tokenised first where the cache does not have them.
 
     Args:
         tokenizer: None is enough for synthetic tokens. vocab_size: rows of the model's embedding.

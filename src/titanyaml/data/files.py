@@ -85,10 +85,9 @@ def read(path: Path, *, text_field: str) -> Iterator[Document]:
 def text_of(record: Any, field: str, name: str) -> str:
     """The text of a record. DataError: no such field, or it holds something that is not Unicode text."""
     if not isinstance(record, dict) or field not in record:
-        fields = list(record) if isinstance(record, dict) else []
-        content = ", ".join(map(repr, fields)) or "none"
-        if not isinstance(record, dict):
-            content = f"a {type(record).__name__}, no record"
+        fields, content = [], f"a {type(record).__name__}, no record"
+        if isinstance(record, dict):
+            fields, content = list(record), ", ".join(map(repr, record)) or "none"
         hint = f"data.text_field={fields[0]}" if fields else ""
         raise DataError(f"{name}: no field {field!r}; there is: {content}", key="data.text_field", hint=hint)
     text = record[field]
@@ -178,7 +177,10 @@ def content_hashes(files: Sequence[Path], *, cache_dir: Path) -> dict[str, str]:
     # names below the common folder: the same files elsewhere have the same fingerprint
     root = Path(os.path.commonpath([file.absolute().parent for file in files]))
     memo_file = cache_dir / "file_hashes.json"
-    memo = _load_hashes(memo_file)
+    try:
+        memo: dict[str, str] = json.loads(memo_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        memo = {}  # without it the files are read again
     num_remembered = len(memo)
     hashes = {}
     for file in files:
@@ -199,13 +201,6 @@ def content_hashes(files: Sequence[Path], *, cache_dir: Path) -> dict[str, str]:
     if len(memo) > num_remembered:
         _save(memo_file, memo)
     return hashes
-
-
-def _load_hashes(path: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}  # a memo only: without it the files are read again
 
 
 def _save(path: Path, memo: dict[str, str]) -> None:

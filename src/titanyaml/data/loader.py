@@ -126,13 +126,8 @@ class Batches:
 
     def state(self) -> dict[str, Any]:
         """JSON-able: where to go on, and of which data this is the position. The same on every rank."""
-        return {
-            "position": self.position,
-            "cursor": list(self._cursor) if self._cursor else None,
-            "fingerprint": self._dataset.fingerprint,
-            "identity": self._dataset.identity,
-            **self._order,
-        }
+        progress = {"position": self.position, "cursor": list(self._cursor) if self._cursor else None}
+        return progress | {"fingerprint": self._dataset.fingerprint, "identity": self._dataset.identity} | self._order
 
     def close(self) -> None:
         """Stop the thread; the steps that it has prepared are dropped."""

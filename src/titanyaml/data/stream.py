@@ -15,6 +15,9 @@ from titanyaml.data.packing import Sample, TokenData
 from titanyaml.data.sources import Source
 from titanyaml.tokenizer import Tokenizer
 
+#: The documents of a dataset from a row on.
+RowReader = Callable[[int], Iterator[Document]]
+
 
 class Cursor(NamedTuple):
     """Where the next sample begins: pass over the dataset, row in it, token in the row's document."""
@@ -36,14 +39,7 @@ class StreamData(TokenData):
     """Windows over a stream, packed as in ``PackedData``, in the order of its rows."""
 
     def __init__(
-        self,
-        rows: Callable[[int], Iterator[Document]],
-        tokenizer: Tokenizer,
-        source: Source,
-        *,
-        split: str,
-        seq_len: int,
-        vocab_size: int,
+        self, rows: RowReader, tokenizer: Tokenizer, source: Source, *, split: str, seq_len: int, vocab_size: int
     ) -> None:
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self._rows, self._tokenizer, self._source, self._split = rows, tokenizer, source, split

@@ -1,7 +1,8 @@
-"""One split of a tokenised corpus as windows of equal length, each found in logarithmic time."""
+"""Samples in any order: windows over a split of a tokenised corpus, found in logarithmic time; or random tokens."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from titanyaml.data.corpus import Corpus, manifest
 from titanyaml.data.order import split_documents
 from titanyaml.data.packing import IndexedData, Sample
 from titanyaml.data.sources import Source, difference
+
+_SYNTHETIC_SAMPLES = 1 << 40  # of an epoch: more than anyone reads
 
 
 class PackedData(IndexedData):
@@ -69,3 +72,28 @@ class PackedData(IndexedData):
         begin = int(self._ends[document - 1]) if document else 0
         shift = int(self._starts[document]) - begin  # from tokens of the split to tokens of the file
         return self._tokens[max(start, begin) + shift : min(end, int(self._ends[document])) + shift]
+
+
+class SyntheticData(IndexedData):
+    """Uniform tokens from (seed, split, index), for benchmarks: no text, no tokenizer, no file.
+
+    Never the same sequence twice, so the loss stays at log(vocab_size).
+    """
+
+    def __init__(self, *, seq_len: int, vocab_size: int, seed: int, split: str) -> None:
+        self.seq_len, self.vocab_size = seq_len, vocab_size
+        self.num_tokens = _SYNTHETIC_SAMPLES * seq_len
+        sizes = {"seq_len": seq_len, "vocab_size": vocab_size}
+        self.identity = {"kind": "synthetic", "seed": seed, "split": split} | sizes
+
+    def __len__(self) -> int:
+        return _SYNTHETIC_SAMPLES
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < _SYNTHETIC_SAMPLES:
+            raise IndexError(index)
+        name = f"{self.identity['seed']}/{self.identity['split']}/{index}"
+        key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
+        # random_raw: the raw stream of a bit generator is the part of numpy that never changes
+        stream = (np.random.Philox(key=key).random_raw(self.seq_len + 1) % self.vocab_size).astype(np.int64)
+        return packing.pack([stream], seq_len=self.seq_len, pad_id=0)

@@ -26,7 +26,6 @@ class ResolvedPipeline:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Names of the nodes that are on, in order."""
         return tuple(name for name, _ in self.steps)
 
 
@@ -86,10 +85,8 @@ def verify(model: nn.Module, resolved: ResolvedPipeline, ctx: Context) -> list[t
     problems: list[Problem] = []
     changes: list[tuple[str, Change]] = []
     for name, transform in resolved.steps:
-        if not hasattr(transform, "verify"):
-            continue
         try:
-            change = transform.verify(model, ctx)
+            change = transform.verify(model, ctx) if hasattr(transform, "verify") else None
         except ProblemsError as error:
             problems += error.problems
             continue

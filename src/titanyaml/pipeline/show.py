@@ -39,8 +39,7 @@ def module_table(resolved: ResolvedPipeline, changes: Sequence[tuple[str, Change
     change_of = dict(changes)
     for name, _ in resolved.steps:
         change = change_of[name]
-        is_whole = "*" in change.modules
-        for module in ["the whole model"] if is_whole else merge_numbered_names(change.modules):
+        for module in ["the whole model"] if "*" in change.modules else merge_numbered_names(change.modules):
             view.add_row(name, module, "")
         for reason in dict.fromkeys(change.skipped.values()):
             skipped = [module for module, why in change.skipped.items() if why == reason]

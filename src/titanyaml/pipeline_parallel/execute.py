@@ -176,9 +176,8 @@ class PipelineRuntime:
         # the stage has computed the loss already; what is left is the division, the same for every microbatch
         options = {"loss_fn": lambda output, target: output.sum() / self.divisor}
         if partition.from_file:
-            self.schedule = compat_pipeline.schedule_from_file(
-                partition.schedule, self.stages, microbatches=partition.microbatches, **options
-            )
+            path, count = partition.schedule, partition.microbatches
+            self.schedule = compat_pipeline.schedule_from_file(path, self.stages, microbatches=count, **options)
             return
         kind = get_schedule_class(partition.schedule)
         stages = self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages

@@ -30,7 +30,6 @@ class PipelinePartition:
 
     @property
     def ranks(self) -> int:
-        """Number of pipeline ranks."""
         return max(self.owners) + 1
 
     def stages_of(self, rank: int) -> list[int]:

@@ -75,8 +75,7 @@ class StagedModel(nn.Module):
 
     @torch.no_grad()
     def sum_shared_gradient(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
-        """Add up, in place, the gradients of a tied weight that two ranks hold; the gradients to count in this rank's
-        norm."""
+        """Add up, in place, the gradients of a tied weight on two ranks; the gradients that this rank's norm counts."""
         if self.shared not in grads:
             return list(grads.values())
         grad = grads[self.shared]
@@ -87,11 +86,9 @@ class StagedModel(nn.Module):
             # a + b is b + a in floating point
             peer = dist.get_global_rank(self.group, last if self.rank == first else first)
             peer_grad = torch.empty_like(local, memory_format=torch.contiguous_format)
-            transfers = [
-                dist.P2POp(dist.isend, local.contiguous(), peer, self.group),
-                dist.P2POp(dist.irecv, peer_grad, peer, self.group),
-            ]
-            for work in dist.batch_isend_irecv(transfers):
+            send = dist.P2POp(dist.isend, local.contiguous(), peer, self.group)
+            receive = dist.P2POp(dist.irecv, peer_grad, peer, self.group)
+            for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
             local += peer_grad
         return [grad for name, grad in grads.items() if name != self.shared or self.rank == first]

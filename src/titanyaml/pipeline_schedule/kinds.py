@@ -59,7 +59,6 @@ SCHEDULE_KINDS = {
 
 
 def stage_owners(placement: str, *, ranks: int, stages: int) -> tuple[int, ...]:
-    """The rank of each stage."""
     if placement == "v":
         assert stages == 2 * ranks, "a V goes down the ranks and back once"
         return (*range(ranks), *reversed(range(ranks)))

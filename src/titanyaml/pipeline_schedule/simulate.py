@@ -14,8 +14,6 @@ Cost = Callable[[Action], float]
 
 @dataclass(frozen=True)
 class TimedAction:
-    """An action and the time in which it runs."""
-
     action: Action
     start: float
     end: float

@@ -38,13 +38,12 @@ class Tokenizer(Protocol):
 
 
 def build(
-    spec: schema.Tokenizer, *, corpus: Callable[[], Iterator[str]], cache_dir: Path, corpus_key: Callable[[], str]
+    spec: schema.TokenizerConfig, *, corpus: Callable[[], Iterator[str]], cache_dir: Path, corpus_key: Callable[[], str]
 ) -> Tokenizer:
     """The tokenizer that ``spec`` describes.
 
     Args:
-        corpus: gives the documents from the start; called only where a vocabulary has to be trained.
-        cache_dir: keeps trained vocabularies. corpus_key: fingerprint of the corpus, for the cache's key.
+        corpus: gives the documents from the start. corpus_key: its fingerprint. Both are called only to train.
 
     Raises:
         ConfigError: a key that this kind needs is missing or impossible.

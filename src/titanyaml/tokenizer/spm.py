@@ -91,19 +91,14 @@ class SentencePieceTokenizer:
 
 
 def trained_model(
-    spec: schema.Tokenizer, *, corpus: Callable[[], Iterator[str]], cache_dir: Path, corpus_key: Callable[[], str]
+    spec: schema.TokenizerConfig, *, corpus: Callable[[], Iterator[str]], cache_dir: Path, corpus_key: Callable[[], str]
 ) -> Path:
     """The .model for this corpus and these settings, trained now if the cache has none; safe for many processes."""
     if spec.vocab_size is None:
         message, hint = "a vocabulary that is trained needs a size", "tokenizer.vocab_size=4096"
         raise ConfigError(message, key="tokenizer.vocab_size", hint=hint)
-    settings = {
-        "version": _VERSION,
-        "corpus": corpus_key(),
-        "vocab_size": spec.vocab_size,
-        "model_type": spec.model_type,
-        "train_bytes": spec.train_bytes,
-    }
+    settings = {"version": _VERSION, "corpus": corpus_key(), "vocab_size": spec.vocab_size}
+    settings |= {"model_type": spec.model_type, "train_bytes": spec.train_bytes}
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 
     def train(folder: Path) -> None:
@@ -117,7 +112,7 @@ def trained_model(
     return folder / "tokenizer.model"
 
 
-def _train(spec: schema.Tokenizer, corpus: Callable[[], Iterator[str]]) -> bytes:
+def _train(spec: schema.TokenizerConfig, corpus: Callable[[], Iterator[str]]) -> bytes:
     import sentencepiece
 
     lines = _lines(corpus(), spec.train_bytes)

@@ -69,9 +69,10 @@ class AimMirror:
             pass  # the thread is alive, which is reported below
         if self._thread.is_alive():
             self._warn(f"did not finish within {self.close_s:g} s")
-            _skip_exit_cleanup()
-        lost = self.num_logged - self.num_written
-        if lost:
+            # Aim's clean-up at exit would wait for the thread that hangs
+            if (cleanup := sys.modules.get("aim.ext.cleanup")) is not None:
+                atexit.unregister(cleanup.AutoClean.cleanup)
+        if lost := self.num_logged - self.num_written:
             message = f"Aim lacks {lost} of {self.num_logged} records; metrics.jsonl has all of them"
             log.warning("tracker: %s", message)
             self.run.event("tracker_incomplete", message, lost=lost, logged=self.num_logged)
@@ -92,19 +93,16 @@ class AimMirror:
                 self.num_written += 1
             except Exception as error:  # noqa: BLE001
                 self._warn(f"failed at step {record['step']}: {type(error).__name__}: {error}")
-        if aim_run is None:
-            return
         try:
-            aim_run["state"] = self._state
-            aim_run.close()
-            _index(aim_run)
+            if aim_run is not None:
+                aim_run["state"] = self._state
+                aim_run.close()
+                _index(aim_run)
         except Exception as error:  # noqa: BLE001
             self._warn(f"could not be closed: {type(error).__name__}: {error}")
 
     def _open(self) -> Any:
         """This run's Aim run, a new one or the one of ``aim_run.txt``, with its parameters set."""
-        import aim
-
         # it warns of every lock that is taken over; the run folder's lease says that the owner of this one is dead
         logging.getLogger("aim.sdk.lock_manager").setLevel(logging.ERROR)
         repo, hash_file = self.config.tracker.repo, self.run.path / HASH_FILE
@@ -114,7 +112,7 @@ class AimMirror:
         options |= {"force_resume": old_hash is not None}  # a killed run has left its lock behind
         # nothing that Aim gathers by itself: it would read the console and poll the GPU beside the training
         options |= {"log_system_params": False, "capture_terminal_logs": False, "system_tracking_interval": None}
-        make_run = aim.Run  # type: ignore[attr-defined]  # by a star import, which mypy does not follow
+        make_run = importlib.import_module("aim").Run
         if "://" in repo:
             aim_run = make_run(old_hash, **options)
         else:
@@ -130,11 +128,10 @@ class AimMirror:
         return aim_run
 
     def _warn(self, failure: str) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        log.warning("tracker: Aim %s (training goes on)", failure)
-        self.run.event("tracker_failed", f"Aim {failure}")
+        if not self._warned:
+            self._warned = True
+            log.warning("tracker: Aim %s (training goes on)", failure)
+            self.run.event("tracker_failed", f"Aim {failure}")
 
 
 def track(aim_run: Any, record: dict[str, Any]) -> None:
@@ -147,15 +144,7 @@ def track(aim_run: Any, record: dict[str, Any]) -> None:
 
 def _index(aim_run: Any) -> None:
     """Make a closed run visible to queries at once; ``aim up`` does this too, but only while it runs."""
-    if aim_run.repo.is_remote_repo:
-        return
-    from aim.sdk.index_manager import RepoIndexManager
+    if not aim_run.repo.is_remote_repo:
+        from aim.sdk.index_manager import RepoIndexManager
 
-    RepoIndexManager.get_index_manager(aim_run.repo).index(aim_run.hash)
-
-
-def _skip_exit_cleanup() -> None:
-    """Unregister Aim's clean-up at exit, which would wait for the thread that hangs."""
-    cleanup = sys.modules.get("aim.ext.cleanup")
-    if cleanup is not None:
-        atexit.unregister(cleanup.AutoClean.cleanup)
+        RepoIndexManager.get_index_manager(aim_run.repo).index(aim_run.hash)

@@ -48,14 +48,12 @@ def duration(seconds: float) -> str:
 class _Console:
     """Base of both consoles: a terminal that goes away must not stop training."""
 
-    def __init__(self) -> None:
-        self._is_closed = False
+    _is_closed = False
 
     def _guarded(self, show: Callable[[], None]) -> None:
-        if self._is_closed:
-            return
         try:
-            show()
+            if not self._is_closed:
+                show()
         except (OSError, ValueError):  # closed pipe, closed file
             self._is_closed = True
 
@@ -66,7 +64,6 @@ class PlainLines(_Console):
     INTERVAL_S = 1.0
 
     def __init__(self, steps: int, *, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
         self.steps, self.out, self.clock = steps, out, clock
         self._first: tuple[int, float] | None = None
         self._printed_at = float("-inf")
@@ -75,8 +72,7 @@ class PlainLines(_Console):
     def log(self, record: dict[str, Any]) -> None:
         seconds, step = self.clock(), record["step"]
         self._first = self._first or (step, seconds)
-        is_due = step >= self.steps or "validation_loss" in record or seconds - self._printed_at >= self.INTERVAL_S
-        if is_due:
+        if step >= self.steps or "validation_loss" in record or seconds - self._printed_at >= self.INTERVAL_S:
             self._guarded(lambda: self._print(record, seconds))
         else:
             self._skipped = record
@@ -111,7 +107,6 @@ class ProgressBar(_Console):
     """One bar with pace, loss and remaining time; validation records stay as lines above it."""
 
     def __init__(self, steps: int, *, out: TextIO) -> None:
-        super().__init__()
         self.steps = steps
         pace = TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)
         text = TextColumn("{task.fields[figures]}"), TimeRemainingColumn(compact=True), TextColumn("left")
