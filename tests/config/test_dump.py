@@ -49,7 +49,7 @@ def test_loading_gives_the_run_its_identity_and_plain_objects(compose: Compose, 
     path.write_text(dump.to_yaml(cfg))
     config = dump.load(path, run_id="i", run_dir="/d")
     assert (config.run.id, config.run.dir, config.optim.lr) == ("i", "/d", 1e-3)
-    assert isinstance(config, schema.Config) and isinstance(config.ac, schema.ActivationCheckpointing)
+    assert isinstance(config, schema.Config) and isinstance(config.ac, schema.ActivationCheckpointingConfig)
     assert type(config.pipeline.plugins["ac"]) is dict and config.pipeline.plugins["ac"]["mode"] == "full"
     assert config.user == {"a": [1, {"b": None}]} and type(config.user["a"]) is list
     assert dump.config_hash(config) == dump.config_hash(dump.to_dataclass(cfg))

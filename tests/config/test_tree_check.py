@@ -25,7 +25,7 @@ def check():
                     max_seq_len=64,
                 ),
                 data=schema.Data(kind="stdlib"),
-                tokenizer=schema.Tokenizer(kind="bytes"),
+                tokenizer=schema.TokenizerConfig(kind="bytes"),
                 runner=schema.Runner(name="train", _target_="titanyaml.runner.train.train"),
             )
         ),

@@ -12,8 +12,7 @@ from titanyaml import data
 from titanyaml.config import schema
 from titanyaml.data.windows import SyntheticData
 from titanyaml.errors import ConfigError
-from titanyaml.tokenizer import Tokenizer
-from titanyaml.tokenizer.byte import ByteTokenizer
+from titanyaml.tokenizer import ByteTokenizer, Tokenizer
 
 
 def build_both(spec: schema.Data, tokenizer: Tokenizer | None, *, seq_len: int, vocab_size: int) -> list:

@@ -134,7 +134,7 @@ def test_what_is_typed_is_kept(configure, overrides: list[str], changes: dict[st
 
 
 def test_a_typed_key_is_never_left_unread(configure) -> None:
-    config = dataclasses.replace(configure(*SIXTEEN), ac=schema.ActivationCheckpointing(every=4))
+    config = dataclasses.replace(configure(*SIXTEEN), ac=schema.ActivationCheckpointingConfig(every=4))
     tried = Space(axes={"pp": (1,), "cp": (1,)}, quant=("none",), typed=frozenset({"ac.every"}))
     result = fastest.find_fastest(config, tried)
     assert {(ranked.plan.job.ac, ranked.plan.job.ac_every) for ranked in result.best} == {("selective_layer", 4)}

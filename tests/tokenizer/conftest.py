@@ -34,7 +34,7 @@ def small_corpus() -> Iterator[str]:
         yield f"def f_{number}(self, value):\n    if value > {number}:\n        return value\n\n\treturn None\r\n"
 
 
-def build(spec: schema.Tokenizer, **options: Any) -> Tokenizer:
+def build(spec: schema.TokenizerConfig, **options: Any) -> Tokenizer:
     """``titanyaml.tokenizer.build`` with a key for the corpus."""
     return tokenizers.build(spec, **({"corpus_key": lambda: "corpus"} | options))
 
@@ -42,7 +42,7 @@ def build(spec: schema.Tokenizer, **options: Any) -> Tokenizer:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A sentencepiece vocabulary of 400 trained on ``small_corpus``."""
-    spec = schema.Tokenizer(kind="sentencepiece", vocab_size=400)
+    spec = schema.TokenizerConfig(kind="sentencepiece", vocab_size=400)
     return build(spec, corpus=small_corpus, cache_dir=tmp_path_factory.mktemp("cache"))
 
 

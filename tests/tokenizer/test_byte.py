@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tokenizer.conftest import WEIRD
-from titanyaml.tokenizer.byte import ByteTokenizer
+from titanyaml.tokenizer import ByteTokenizer
 
 
 @pytest.mark.parametrize("text", WEIRD)

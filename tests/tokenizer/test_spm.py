@@ -17,7 +17,7 @@ from titanyaml.errors import ConfigError, DataError
 from titanyaml.tokenizer import Tokenizer
 from titanyaml.tokenizer.spm import SentencePieceTokenizer, trained_model
 
-SPEC = schema.Tokenizer(kind="sentencepiece", vocab_size=400)
+SPEC = schema.TokenizerConfig(kind="sentencepiece", vocab_size=400)
 
 
 def foreign_model(path: Path, **settings: object) -> Path:
@@ -60,13 +60,13 @@ def test_indentation_is_one_token(trained: Tokenizer) -> None:
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_training_is_deterministic_and_cached_by_what_it_depends_on(tmp_path: Path, model_type: str) -> None:
-    spec = schema.Tokenizer(kind="sentencepiece", vocab_size=330, model_type=model_type)
+    spec = schema.TokenizerConfig(kind="sentencepiece", vocab_size=330, model_type=model_type)
     small = {"corpus": small_corpus, "corpus_key": lambda: "small"}
     first = trained_model(spec, cache_dir=tmp_path / "a", **small)
     second = trained_model(spec, cache_dir=tmp_path / "b", **small)
     assert first.read_bytes() == second.read_bytes()
     assert first.parent.name == second.parent.name
-    larger = schema.Tokenizer(kind="sentencepiece", vocab_size=331, model_type=model_type)
+    larger = schema.TokenizerConfig(kind="sentencepiece", vocab_size=331, model_type=model_type)
     assert trained_model(larger, cache_dir=tmp_path / "a", **small).parent != first.parent
     other_text = {"corpus": lambda: iter(["other text " * 50]), "corpus_key": lambda: "other text"}
     changed = trained_model(spec, cache_dir=tmp_path / "a", **other_text)
@@ -84,7 +84,7 @@ def test_two_processes_train_once(tmp_path: Path) -> None:
         "import logging, pathlib, sys; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
         "from tests.tokenizer.conftest import build, small_corpus\n"
         "from titanyaml.config import schema\n"
-        "spec = schema.Tokenizer(kind='sentencepiece', vocab_size=400)\n"
+        "spec = schema.TokenizerConfig(kind='sentencepiece', vocab_size=400)\n"
         "corpus = lambda: (text for _ in range(30) for text in small_corpus())\n"
         "sys.stdin.readline()\n"
         "print(build(spec, corpus=corpus, cache_dir=pathlib.Path(sys.argv[1])).fingerprint)\n"
@@ -103,7 +103,7 @@ def test_two_processes_train_once(tmp_path: Path) -> None:
 
 
 def test_a_small_corpus_gives_fewer_tokens_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    spec = schema.Tokenizer(kind="sentencepiece", vocab_size=5000)
+    spec = schema.TokenizerConfig(kind="sentencepiece", vocab_size=5000)
     with caplog.at_level(logging.WARNING, "titanyaml"):
         tokenizer = build(spec, corpus=small_corpus, cache_dir=tmp_path)
     assert tokenizer.vocab_size < 5000
@@ -111,7 +111,7 @@ def test_a_small_corpus_gives_fewer_tokens_and_says_so(tmp_path: Path, caplog: p
 
 
 def test_only_train_bytes_are_read(tmp_path: Path) -> None:
-    spec = schema.Tokenizer(kind="sentencepiece", vocab_size=300, train_bytes=2000)
+    spec = schema.TokenizerConfig(kind="sentencepiece", vocab_size=300, train_bytes=2000)
     lines = 0
 
     def endless():
@@ -135,7 +135,7 @@ def test_a_foreign_model_is_used_as_it_is(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_errors(tmp_path: Path, no_corpus: Callable) -> None:
     def build_spec(**keys: object) -> Tokenizer:
-        return build(schema.Tokenizer(kind="sentencepiece", **keys), corpus=no_corpus, cache_dir=tmp_path)
+        return build(schema.TokenizerConfig(kind="sentencepiece", **keys), corpus=no_corpus, cache_dir=tmp_path)
 
     with pytest.raises(DataError, match="cannot read .*missing.model: No such file"):
         build_spec(path=str(tmp_path / "missing.model"))
@@ -157,9 +157,9 @@ def test_errors(tmp_path: Path, no_corpus: Callable) -> None:
 
 def test_errors_of_training(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a size"):
-        build(schema.Tokenizer(kind="sentencepiece"), corpus=small_corpus, cache_dir=tmp_path)
+        build(schema.TokenizerConfig(kind="sentencepiece"), corpus=small_corpus, cache_dir=tmp_path)
     with pytest.raises(ConfigError, match="cannot train 20 tokens"):
-        build(schema.Tokenizer(kind="sentencepiece", vocab_size=20), corpus=small_corpus, cache_dir=tmp_path)
+        build(schema.TokenizerConfig(kind="sentencepiece", vocab_size=20), corpus=small_corpus, cache_dir=tmp_path)
     with pytest.raises(DataError, match="no text"):
         build(SPEC, corpus=lambda: iter([]), cache_dir=tmp_path)
     assert not [path for path in (tmp_path / "tokenizers").iterdir() if path.is_dir()]

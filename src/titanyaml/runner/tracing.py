@@ -209,7 +209,8 @@ def reduce_config(config: Config) -> Config:
     # one more block than stages, so that stages differ in length
     small.model.num_layers = NUM_BLOCKS if job.mesh.pp == 1 else job.mesh.pp * job.stages_per_rank + 1
     eager: dict[str, Any] = dict.fromkeys(("async_tp", "loss", "optimizer", "cuda_graphs"), False)
-    small.compile = dataclasses.replace(small.compile, mode="none", async_tp_ops=schema.Compile().async_tp_ops, **eager)
+    async_tp_ops = schema.CompileConfig().async_tp_ops
+    small.compile = dataclasses.replace(small.compile, mode="none", async_tp_ops=async_tp_ops, **eager)
     small.train.compute_dtype = "bfloat16" if small.train.compute_dtype == "auto" else small.train.compute_dtype
     small.train.global_batch = None
     small.ac.mode = "full" if small.ac.mode == "memory_budget" else small.ac.mode  # a budget is the compiler's

@@ -9,8 +9,6 @@ from typing import Protocol
 from titanyaml.config import schema
 from titanyaml.errors import ConfigError, DataError
 
-__all__ = ["Tokenizer", "build"]
-
 
 class Tokenizer(Protocol):
     """Text to token ids and back.
@@ -37,6 +35,25 @@ class Tokenizer(Protocol):
         """Text of the ids; special tokens have none."""
 
 
+class ByteTokenizer:
+    """One token per byte of UTF-8 (ids 0-255); 256 begins a sequence, 257 ends a document."""
+
+    vocab_size = 258
+    bos_id: int | None = 256
+    eos_id = 257
+    fingerprint = "bytes-258"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # a model may write bytes that are not UTF-8: they become U+FFFD instead of an exception
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
 def build(
     spec: schema.TokenizerConfig, *, corpus: Callable[[], Iterator[str]], cache_dir: Path, corpus_key: Callable[[], str]
 ) -> Tokenizer:
@@ -51,8 +68,6 @@ def build(
     """
     # each library is imported where it is used: nobody should need sentencepiece to train on bytes
     if spec.kind == "bytes":
-        from titanyaml.tokenizer.byte import ByteTokenizer
-
         return ByteTokenizer()
     if spec.kind == "hf":
         from titanyaml.tokenizer.hf import HfTokenizer

@@ -4,15 +4,15 @@ How a key is written: ``config/keys.py``.
 """
 
 from titanyaml.config.schema.data import Data as Data
-from titanyaml.config.schema.data import Tokenizer as Tokenizer
+from titanyaml.config.schema.data import TokenizerConfig as TokenizerConfig
 from titanyaml.config.schema.hardware import Cluster as Cluster
 from titanyaml.config.schema.hardware import Hardware as Hardware
 from titanyaml.config.schema.model import Model as Model
 from titanyaml.config.schema.model import MoE as MoE
 from titanyaml.config.schema.model import RopeScaling as RopeScaling
 from titanyaml.config.schema.parallel import Parallel as Parallel
-from titanyaml.config.schema.plugins import ActivationCheckpointing as ActivationCheckpointing
-from titanyaml.config.schema.plugins import Compile as Compile
+from titanyaml.config.schema.plugins import ActivationCheckpointingConfig as ActivationCheckpointingConfig
+from titanyaml.config.schema.plugins import CompileConfig as CompileConfig
 from titanyaml.config.schema.plugins import Pipeline as Pipeline
 from titanyaml.config.schema.plugins import PluginNode as PluginNode
 from titanyaml.config.schema.plugins import Quant as Quant

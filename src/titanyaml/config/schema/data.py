@@ -37,7 +37,7 @@ class Data:
 
 
 @dataclass
-class Tokenizer:
+class TokenizerConfig:
     """How text becomes token ids."""
 
     kind: str = key(MISSING, "bytes, sentencepiece, or hf (a tokenizer.json)", choices=["bytes", "sentencepiece", "hf"])

@@ -63,7 +63,7 @@ class Quant(PluginNode):
 
 
 @dataclass
-class ActivationCheckpointing(PluginNode):
+class ActivationCheckpointingConfig(PluginNode):
     """Recompute activations in the backward pass."""
 
     _target_: str | None = key("titanyaml.plugins.ac.ActivationCheckpointing", "class of the transform")
@@ -100,7 +100,7 @@ class ActivationCheckpointing(PluginNode):
 
 
 @dataclass
-class Compile(PluginNode):
+class CompileConfig(PluginNode):
     """torch.compile."""
 
     _target_: str | None = key("titanyaml.plugins.compile.Compile", "class of the transform")

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanyaml.config.keys import MAX_RANKS, MISSING, key
-from titanyaml.config.schema.data import Data, Tokenizer
+from titanyaml.config.schema.data import Data, TokenizerConfig
 from titanyaml.config.schema.hardware import Cluster, Hardware
 from titanyaml.config.schema.model import Model
 from titanyaml.config.schema.parallel import Parallel
-from titanyaml.config.schema.plugins import ActivationCheckpointing, Compile, Pipeline, Quant
+from titanyaml.config.schema.plugins import ActivationCheckpointingConfig, CompileConfig, Pipeline, Quant
 from titanyaml.config.schema.profile import Profile
 
 _DTYPES = ["bfloat16", "float32", "float64"]
@@ -222,10 +222,10 @@ class Config:
     model: Model = key(Model, "the decoder")
     parallel: Parallel = key(Parallel, "the device mesh")
     quant: Quant = key(Quant, "float8 training")
-    ac: ActivationCheckpointing = key(ActivationCheckpointing, "activation checkpointing", resume="free")
-    compile: Compile = key(Compile, "compilation")
+    ac: ActivationCheckpointingConfig = key(ActivationCheckpointingConfig, "activation checkpointing", resume="free")
+    compile: CompileConfig = key(CompileConfig, "compilation")
     data: Data = key(Data, "text")
-    tokenizer: Tokenizer = key(Tokenizer, "text to ids")
+    tokenizer: TokenizerConfig = key(TokenizerConfig, "text to ids")
     optim: Optim = key(Optim, "optimizer")
     schedule: Schedule = key(Schedule, "learning rate over steps")
     loss: Loss = key(Loss, "loss")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from titanyaml.config.schema import ActivationCheckpointing, Config
+from titanyaml.config.schema import ActivationCheckpointingConfig, Config
 from titanyaml.errors import ConfigError
 from titanyaml.planner.model import memory, operators
 from titanyaml.planner.model.inputs import Job
@@ -51,7 +51,7 @@ class AcOption:
 class AcChoice:
     """What was chosen, and among what."""
 
-    ac: ActivationCheckpointing  # concrete
+    ac: ActivationCheckpointingConfig  # concrete
     plan: Plan  # with it
     options: list[AcOption]  # the fastest first
     limit: MemoryLimit
@@ -106,7 +106,7 @@ def memory_limit(config: Config, *, device_gib: float | None) -> MemoryLimit:
 
 def choose(config: Config, job: Job, limit: MemoryLimit) -> AcChoice:
     """The fastest way to recompute that fits, else the one of the least memory, for ``job`` of ``config``."""
-    planned: list[tuple[AcOption, ActivationCheckpointing, Plan]] = []
+    planned: list[tuple[AcOption, ActivationCheckpointingConfig, Plan]] = []
     blocks = set(job.shape.blocks)
     for ac in _sections(config, job, limit.gib):
         plan = plan_job(replace(job, ac=ac.mode, ac_every=ac.every, ac_budget=ac.budget, ac_keep=ac.keep_products))
@@ -145,15 +145,15 @@ def refusal(choice: AcChoice, remedies: Sequence[Remedy]) -> ConfigError:
     )
 
 
-def override(ac: ActivationCheckpointing) -> str:
+def override(ac: ActivationCheckpointingConfig) -> str:
     """What to type for a section."""
     detail = {"selective_layer": f" ac.every={ac.every}", "memory_budget": f" ac.budget={ac.budget:g}"}
-    if ac.keep_products != ActivationCheckpointing().keep_products:
+    if ac.keep_products != ActivationCheckpointingConfig().keep_products:
         detail["selective_op"] = f" ac.keep_products={ac.keep_products:g}"
     return f"ac={ac.mode}{detail.get(ac.mode, '')}"
 
 
-def _sections(config: Config, job: Job, limit_gib: float) -> list[ActivationCheckpointing]:
+def _sections(config: Config, job: Job, limit_gib: float) -> list[ActivationCheckpointingConfig]:
     """Concrete sections to plan, the least recomputation first."""
     base = replace(config.ac, memory_gib=None)
     sections = [replace(base, mode="none")]
