@@ -51,7 +51,7 @@ def ask(compose, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_rule(ask, name: str) -> None:
     overrides, text = CASES[name]
-    base = [] if any(one.startswith(("tokenizer", "tracker", "data")) for one in overrides) else BYTES
+    base = [] if any(override.startswith(("tokenizer", "tracker", "data")) for override in overrides) else BYTES
     problem = ask(name, base + overrides)
     assert problem is not None
     assert text in problem.message
@@ -59,13 +59,13 @@ def test_rule(ask, name: str) -> None:
         problem.key == key or problem.key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{problem.key}.")
         for key in RULES[name].keys
     ), "a rule speaks of a key that it reads"
-    ways = [way for way in problem.hint.split(" or ") if way and "<" not in way]
+    fixes = [fix for fix in problem.hint.split(" or ") if fix and "<" not in fix]
     wrong = ask(name, base + overrides, everything=True)
-    for way in ways:
-        if not way.startswith("pip install"):
-            assert ask(name, base + overrides + shlex.split(way)) is None, way
-            assert ask(name, base + overrides + shlex.split(way), everything=True) <= wrong, f"{way} is refused"
-    assert ways or name in ("runner_checkpoint_exists", "optim_group_patterns_are_valid")
+    for fix in fixes:
+        if not fix.startswith("pip install"):
+            assert ask(name, base + overrides + shlex.split(fix)) is None, fix
+            assert ask(name, base + overrides + shlex.split(fix), everything=True) <= wrong, f"{fix} is refused"
+    assert fixes or name in ("runner_checkpoint_exists", "optim_group_patterns_are_valid")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_a_check_of_split_masters_is_of_the_device_that_runs(ask, monkeypatch) -
         assert "auto, which is float32 without a GPU" in ask(name, [*split, f"runner={runner}"]).message
     problem = ask(name, [*split, "runner=check"])
     assert problem.hint == "optim.master=float32 or train.compute_dtype=bfloat16 or hardware=h200"
-    for way in problem.hint.split(" or "):
-        assert ask(name, [*split, "runner=check", way], everything=True) == set()
+    for fix in problem.hint.split(" or "):
+        assert ask(name, [*split, "runner=check", fix], everything=True) == set()
     assert ask(name, [*split, "runner=plan", "hardware=h200"]) is None
     assert ask(name, [*split, "hardware=h200"]) is not None, "a training runs here, whatever is described"
     monkeypatch.setattr(machine, "gpus", lambda: ["H200"])
@@ -134,8 +134,8 @@ def test_derived_degree_takes_only_multiples(ask) -> None:
     problem = ask("mesh_fits_ranks", overrides)
     assert problem.key == "parallel.dp_shard"
     assert problem.hint == "launch.nproc=4 or launch.nproc=8"
-    for way in problem.hint.split(" or "):
-        assert ask("mesh_fits_ranks", [*overrides, way]) is None
+    for fix in problem.hint.split(" or "):
+        assert ask("mesh_fits_ranks", [*overrides, fix]) is None
 
 
 def test_tensor_parallel_peers_share_no_data(ask) -> None:
@@ -216,8 +216,8 @@ def test_async_tp_is_compiled_where_a_gpu_is_or_a_mode_is_given(ask, monkeypatch
 def test_a_compiled_update_is_adamws_own(ask, overrides: list[str], key: str) -> None:
     problem = ask("compiled_optimizer_needs_torch_adamw", [*BYTES, "compile.optimizer=true", *overrides])
     assert problem.key == key
-    for way in problem.hint.split(" or "):
-        more = shlex.split(way)
+    for fix in problem.hint.split(" or "):
+        more = shlex.split(fix)
         assert (
             ask("compiled_optimizer_needs_torch_adamw", [*BYTES, "compile.optimizer=true", *overrides, *more]) is None
         )
@@ -249,9 +249,9 @@ def test_smallest_batch_that_fills_the_pipe(ask, overrides: list[str], hint: str
 )
 def test_a_broken_schedule_is_refused_before_a_rank_starts(report, tmp_path, rows: str, problem: str) -> None:
     (tmp_path / "broken.csv").write_text(rows)
-    (found,) = report(*BYTES, "parallel=pp2", f"parallel.pp_schedule_csv={tmp_path}/broken.csv").problems
-    assert found.key == "parallel.pp_schedule_csv"
-    assert problem in found.message
+    (reported,) = report(*BYTES, "parallel=pp2", f"parallel.pp_schedule_csv={tmp_path}/broken.csv").problems
+    assert reported.key == "parallel.pp_schedule_csv"
+    assert problem in reported.message
 
 
 def test_a_schedule_brings_its_microbatches(compose) -> None:
@@ -292,12 +292,12 @@ def test_torchrun_gives_the_ranks(ask, monkeypatch) -> None:
 )
 def test_dtype_combinations(ask, compute: str, param: str, reduced: str, legal: bool) -> None:
     overrides = [f"train.compute_dtype={compute}", f"train.param_dtype={param}", f"train.reduce_dtype={reduced}"]
-    found = [ask("float64_dtypes_go_together", overrides), ask("reduce_dtype_is_as_wide_as_compute_dtype", overrides)]
-    assert (found == [None, None]) is legal
+    answers = [ask("float64_dtypes_go_together", overrides), ask("reduce_dtype_is_as_wide_as_compute_dtype", overrides)]
+    assert (answers == [None, None]) is legal
 
 
 def test_byte_vocabulary_is_the_tokenizers() -> None:
-    from titanyaml.tokenizer.byte import ByteTokenizer
+    from titanyaml.tokenizer import ByteTokenizer
 
     assert ByteTokenizer().vocab_size == data.BYTE_VOCABULARY
 
@@ -308,10 +308,10 @@ def test_packages_are_installed_by_setup(row: tuple) -> None:
 
 
 def test_all_rules_are_asked_and_collected(compose) -> None:
-    found = table.check_rules(
+    problems = table.check_rules(
         compose(*BYTES, "model.num_kv_heads=3", "train.seq_len=600", "schedule=wsd", "schedule.decay_steps=300")
     )
-    assert [problem.key for problem in found] == ["model.num_kv_heads", "train.seq_len", "schedule.warmup_steps"]
+    assert [problem.key for problem in problems] == ["model.num_kv_heads", "train.seq_len", "schedule.warmup_steps"]
 
 
 def test_a_rule_is_not_asked_about_a_key_that_is_wrong_itself(compose) -> None:

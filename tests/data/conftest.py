@@ -15,7 +15,7 @@ from titanyaml.data.files import Document
 from titanyaml.data.packing import Sample, pack
 from titanyaml.data.sources import Source
 from titanyaml.data.stream import StreamData
-from titanyaml.tokenizer.byte import ByteTokenizer
+from titanyaml.tokenizer import ByteTokenizer
 
 
 class CountingTokenizer(ByteTokenizer):

@@ -18,7 +18,7 @@ from titanyaml.data import corpus
 from titanyaml.data.corpus import open_corpus
 from titanyaml.data.sources import open_source
 from titanyaml.errors import DataError
-from titanyaml.tokenizer.byte import ByteTokenizer
+from titanyaml.tokenizer import ByteTokenizer
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_killed_builder_leaves_no_partial_corpus(opened: Callable, tmp_path: P
         "from titanyaml.config import schema\n"
         "from titanyaml.data.corpus import open_corpus\n"
         "from titanyaml.data.sources import open_source\n"
-        "from titanyaml.tokenizer.byte import ByteTokenizer\n"
+        "from titanyaml.tokenizer import ByteTokenizer\n"
         "import titanyaml.data.corpus as corpus\n"
         "corpus._BATCH_DOCUMENTS = 1\n"
         "class Dies(ByteTokenizer):\n"

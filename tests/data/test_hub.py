@@ -15,7 +15,7 @@ from titanyaml.config import schema
 from titanyaml.data import hub
 from titanyaml.data.stream import Cursor
 from titanyaml.errors import ConfigError, DataError
-from titanyaml.tokenizer.byte import ByteTokenizer
+from titanyaml.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("hub_here")
 

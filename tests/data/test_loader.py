@@ -188,7 +188,7 @@ def test_a_state_of_other_data_is_refused_naming_what_changed(write_lines: Calla
 
 def test_a_changed_file_is_named(write_lines: Callable, files_spec: Callable) -> None:
     from titanyaml import data
-    from titanyaml.tokenizer.byte import ByteTokenizer
+    from titanyaml.tokenizer import ByteTokenizer
 
     def build():
         spec = files_spec(write_lines(["same" * 20], "a.jsonl"), path)

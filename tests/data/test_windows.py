@@ -13,7 +13,7 @@ from titanyaml.data.order import split_documents
 from titanyaml.data.packing import IGNORED
 from titanyaml.data.windows import SyntheticData
 from titanyaml.errors import DataError
-from titanyaml.tokenizer.byte import ByteTokenizer
+from titanyaml.tokenizer import ByteTokenizer
 
 
 def stream_of(texts: list[str]) -> list[int]:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.plugins.small import spec
 from titanyaml.models import decoder
-from titanyaml.pipeline_parallel import partition, tables
+from titanyaml.pipeline_parallel import partition
 from titanyaml.pipeline_schedule.actions import Action
 from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS, stage_owners
 from titanyaml.pipeline_schedule.simulate import ScheduleDeadlock, simulate
@@ -88,7 +88,7 @@ def test_pictures_and_table_are_fresh() -> None:
 def test_the_check_shows_stages_and_what_other_schedules_would_cost() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     two_stages = partition.PipelinePartition("1F1B", False, (0, 1), (("layers.0",), ("layers.1", "layers.2")), 2)
-    console.print(tables.stages_table(two_stages), tables.schedules_table(two_stages))
+    console.print(partition.stages_table(two_stages), partition.schedules_table(two_stages))
     lines = [line.split("│")[1:-1] for line in console.export_text().splitlines() if "│" in line]
     rows = [[cell.strip() for cell in line] for line in lines]
     assert rows == [

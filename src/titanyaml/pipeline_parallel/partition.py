@@ -1,10 +1,12 @@
-"""How the layers are partitioned into pipeline stages, and in which order each rank runs its stages."""
+"""How the layers are partitioned into pipeline stages, in which order each rank runs its stages, and tables of both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.table import Table
 
 from titanyaml.distributed import compat
 from titanyaml.models.protocol import ModelFacts
@@ -112,3 +114,44 @@ def balanced_layers(facts: ModelFacts, *, seq_len: int, count: int) -> list[int]
     return stages.split_decoder(
         facts.num_layers, count, block_params=block_params, attention_flops=attention_flops, table_params=table_params
     )
+
+
+def stages_table(partition: PipelinePartition) -> Table:
+    """A row per stage: its rank and its modules."""
+    num_stages = len(partition.blocks)
+    view = Table(title=f"stages: {num_stages} on {partition.ranks} ranks", title_justify="left")
+    for column in ("stage", "rank", "layers"):
+        view.add_column(column, justify="right")
+    view.add_column("holds")
+    for stage, blocks in enumerate(partition.blocks):
+        modules = [blocks[0] if len(blocks) == 1 else f"{blocks[0]} .. {blocks[-1]}"]
+        if stage == 0:
+            modules.insert(0, "embedding")
+        if stage == num_stages - 1:
+            modules.append("final norm, head")
+        view.add_row(str(stage), str(partition.owners[stage]), str(len(blocks)), ", ".join(modules))
+    return view
+
+
+def schedules_table(partition: PipelinePartition) -> Table:
+    """A row per schedule that these ranks and layers can run: stages, microbatches, bubble."""
+    view = Table(title="schedules at unit costs: F = 1, B = 2 or I = W = 1, transfers 0", title_justify="left")
+    view.add_column("schedule")
+    for column in ("stages", "microbatches", "bubble"):
+        view.add_column(column, justify="right")
+    ranks, num_layers = partition.ranks, sum(map(len, partition.blocks))
+    rows = {partition.schedule: (len(partition.blocks), partition.microbatches, partition.timeline().bubble)}
+    for name, kind in SCHEDULE_KINDS.items():
+        num_stages = kind.min_stages * ranks
+        if name in rows or num_stages > num_layers:
+            continue
+        # this run's microbatches where they fill the schedule: bubbles compare only at equal batches
+        is_filled = kind.is_filled_by(partition.microbatches, ranks=ranks)
+        microbatches = partition.microbatches if is_filled else kind.min_microbatches(ranks)
+        owners = stage_owners(kind.placement, ranks=ranks, stages=num_stages)
+        orders = schedule_orders(name, owners=owners, microbatches=microbatches)
+        rows[name] = num_stages, microbatches, simulate(orders, stages=num_stages).bubble
+    for name, (num_stages, microbatches, bubble) in rows.items():
+        mark = "this run: " if name == partition.schedule else ""
+        view.add_row(mark + name, str(num_stages), str(microbatches), f"{bubble:.1%}")
+    return view

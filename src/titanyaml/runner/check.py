@@ -20,7 +20,7 @@ from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import dtype_name
-from titanyaml.pipeline_parallel import tables
+from titanyaml.pipeline_parallel.partition import schedules_table, stages_table
 from titanyaml.pipeline_parallel.staged import StagedModel
 from titanyaml.planner.search.choose_ac import AcChoice
 from titanyaml.rundir import RunDir
@@ -44,8 +44,8 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
         console.print(show.table(resolved, changes))
         console.print(show.module_table(resolved, changes))
         if isinstance(model, StagedModel):
-            console.print(tables.stages_table(model.partition))
-            console.print(tables.schedules_table(model.partition))
+            console.print(stages_table(model.partition))
+            console.print(schedules_table(model.partition))
     if choice is not None:
         console.print(options_table(choice))
         console.print(choice.sentence(), highlight=False)
