@@ -7,7 +7,8 @@ import torch
 
 from tests.models.cases import BASE
 from titanyaml.errors import ConfigError
-from titanyaml.models.attention import Attention, KVCache, document_mask, head_size
+from titanyaml.models import decoder
+from titanyaml.models.attention import Attention, KVCache, document_mask
 
 
 def test_document_mask_is_block_causal() -> None:
@@ -38,11 +39,11 @@ def test_groups_share_heads_in_order_with_and_without_a_mask(num_kv_heads: int) 
 
 
 def test_heads_that_do_not_divide_are_configuration_errors() -> None:
-    with pytest.raises(ConfigError, match="model.num_kv_heads: 4 does not divide model.num_heads=6"):
-        head_size(replace(BASE, num_kv_heads=4))
-    with pytest.raises(ConfigError, match="model.num_heads: 5 does not divide model.dim=48"):
-        head_size(replace(BASE, num_heads=5, num_kv_heads=5))
-    assert head_size(replace(BASE, num_heads=5, num_kv_heads=5, head_dim=16)) == 16
+    with pytest.raises(ConfigError, match="model.num_kv_heads: is 4, which does not divide model.num_heads=6"):
+        decoder.build(replace(BASE, num_kv_heads=4))
+    with pytest.raises(ConfigError, match="model.dim: is 48, which gives model.num_heads=5 heads a width of 9.6"):
+        decoder.build(replace(BASE, num_heads=5, num_kv_heads=5))
+    assert decoder.build(replace(BASE, num_heads=5, num_kv_heads=5, head_dim=16)).facts.head_dim == 16
 
 
 def test_a_cache_attends_to_what_it_holds_and_refuses_more() -> None:

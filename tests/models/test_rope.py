@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.models.cases import BASE
 from titanyaml.config.schema import RopeScaling
 from titanyaml.errors import ConfigError
+from titanyaml.models import decoder
 from titanyaml.models.rope import inverse_frequencies, rotate, tables
 
 CPU = torch.device("cpu")
@@ -68,6 +71,6 @@ def test_tables_that_a_wrapper_has_narrowed_are_refused() -> None:
 
 def test_impossible_frequencies_are_configuration_errors() -> None:
     with pytest.raises(ConfigError, match="model.head_dim"):
-        inverse_frequencies(7, theta=1e4, scaling=None)
+        decoder.build(replace(BASE, head_dim=7))
     with pytest.raises(ConfigError, match="high_freq_factor"):
-        inverse_frequencies(8, theta=1e4, scaling=RopeScaling(low_freq_factor=5.0, high_freq_factor=4.0))
+        decoder.build(replace(BASE, rope_scaling=RopeScaling(low_freq_factor=5.0, high_freq_factor=4.0)))

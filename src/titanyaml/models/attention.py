@@ -14,33 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from titanyaml.config.decoder_shape import DecoderShape
 from titanyaml.config.schema import Model
-from titanyaml.errors import ConfigError
 from titanyaml.models.layers import Linear, RMSNorm, shared
 from titanyaml.models.rope import rotate
 
 Mask = Tensor | BlockMask
-
-
-def head_size(spec: Model) -> int:
-    """Width of one head: ``head_dim``, else dim / num_heads.
-
-    Raises:
-        ConfigError: kv heads do not divide the heads, or the heads do not divide the width.
-    """
-    if spec.num_heads % spec.num_kv_heads:
-        raise ConfigError(
-            f"{spec.num_kv_heads} does not divide model.num_heads={spec.num_heads}",
-            key="model.num_kv_heads",
-            hint=f"model.num_kv_heads={spec.num_heads}",
-        )
-    if spec.head_dim is None and spec.dim % spec.num_heads:
-        raise ConfigError(
-            f"{spec.num_heads} does not divide model.dim={spec.dim}",
-            key="model.num_heads",
-            hint="set model.head_dim, or a number of heads that divides the width",
-        )
-    return spec.head_dim or spec.dim // spec.num_heads
 
 
 def document_mask(documents_BT: Tensor, rows_S: Tensor | None = None, *, dtype: torch.dtype = torch.float32) -> Mask:
@@ -109,14 +88,14 @@ class Attention(nn.Module):
 
     def __init__(self, spec: Model, *, rotary: bool = True) -> None:
         super().__init__()
-        self.head_dim, self.rotary, self.eps = head_size(spec), rotary, spec.norm_eps
+        shape = DecoderShape.of(spec)
+        self.head_dim, self.rotary, self.eps = shape.head_dim, rotary, spec.norm_eps
         self.qk_l2_norm = spec.qk_l2_norm and rotary  # as in Llama 4: only where rotation is
-        query_dim, kv_dim = spec.num_heads * self.head_dim, spec.num_kv_heads * self.head_dim
         self.grouped = spec.num_kv_heads != spec.num_heads
-        self.wq = Linear(spec.dim, query_dim, bias=spec.attention_bias)
-        self.wk = Linear(spec.dim, kv_dim, bias=spec.attention_bias)
-        self.wv = Linear(spec.dim, kv_dim, bias=spec.attention_bias)
-        self.wo = Linear(query_dim, spec.dim, bias=spec.attention_bias)
+        self.wq = Linear(spec.dim, shape.query_dim, bias=spec.attention_bias)
+        self.wk = Linear(spec.dim, shape.kv_dim, bias=spec.attention_bias)
+        self.wv = Linear(spec.dim, shape.kv_dim, bias=spec.attention_bias)
+        self.wo = Linear(shape.query_dim, spec.dim, bias=spec.attention_bias)
         self.q_norm = RMSNorm(self.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanyaml.config.decoder_shape import DecoderShape
+from titanyaml.config.rules import model as sizes
 from titanyaml.config.schema import Model
 from titanyaml.errors import ConfigError
 from titanyaml.models import rope
-from titanyaml.models.attention import Attention, KVCache, Mask, document_mask, head_size
+from titanyaml.models.attention import Attention, KVCache, Mask, document_mask
 from titanyaml.models.layers import FeedForward, OutputProjection, RMSNorm
 from titanyaml.models.moe import Experts, MixtureOfExperts
 from titanyaml.models.protocol import BlockLayout, ModelFacts
@@ -73,7 +75,7 @@ class Decoder(nn.Module):
     """Token ids to logits, or to a loss. A pipeline stage is a decoder too, see ``part``.
 
     Raises:
-        ConfigError: heads or channels of ``spec`` do not divide.
+        ConfigError: heads or channels of ``spec`` do not divide, or factors of ``rope_scaling`` are not in order.
     """
 
     embeds = heads = True  # whether this decoder starts with the embedding, and ends with final norm and head
@@ -86,6 +88,7 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: Model) -> None:
         super().__init__()
+        _check_sizes(spec)
         self.spec = spec
         self.tok_embeddings = nn.Embedding(spec.vocab_size, spec.dim)
         self.layers = nn.ModuleList(TransformerBlock(spec, i) for i in range(spec.num_layers))
@@ -133,7 +136,7 @@ class Decoder(nn.Module):
         """Compute the rotary and temperature tables of all positions on ``device``; ``dtype`` float32 or float64."""
         spec = self.spec
         frequencies_P = rope.inverse_frequencies(
-            head_size(spec), theta=spec.rope_theta, scaling=spec.rope_scaling, dtype=dtype
+            DecoderShape.of(spec).head_dim, theta=spec.rope_theta, scaling=spec.rope_scaling, dtype=dtype
         )
         self.rope_cos_TP, self.rope_sin_TP = rope.tables(frequencies_P, length=spec.max_seq_len, device=device)
         if spec.attention_temperature:
@@ -230,7 +233,7 @@ class Decoder(nn.Module):
         self, h_BSD: Tensor, cos_SP: Tensor, sin_SP: Tensor, temperature_S: Tensor | None, cache: KVCache
     ) -> Tensor:
         batch, count, _ = h_BSD.shape
-        shape = (batch, self.spec.num_kv_heads, cache.length, head_size(self.spec))
+        shape = (batch, self.spec.num_kv_heads, cache.length, self.facts.head_dim)
         cache.start(len(self.layers), shape=shape, like=h_BSD)
         positions_S, full_mask_ST = cache.advance(count, device=h_BSD.device)
         chunk_mask_ST, chunk = full_mask_ST, self.spec.attention_chunk
@@ -247,6 +250,13 @@ def build(spec: Model) -> Decoder:
     """Build the decoder on meta, without memory or values; ``models.init.materialise`` gives it both."""
     with torch.device("meta"):
         return Decoder(spec)
+
+
+def _check_sizes(spec: Model) -> None:
+    """Refuse what the rules on configurations refuse, for decoders that are built without one."""
+    rules = (sizes.kv_heads_divide_heads, sizes.head_dim_is_even, sizes.rope_scaling_factors_are_ordered)
+    if problems := [problem for rule in rules if (problem := rule(SimpleNamespace(model=spec)))]:
+        raise ConfigError(problems)
 
 
 def _facts(model: Decoder) -> ModelFacts:
@@ -267,7 +277,7 @@ def _facts(model: Decoder) -> ModelFacts:
         num_layers=spec.num_layers,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
-        head_dim=head_size(spec),
+        head_dim=DecoderShape.of(spec).head_dim,
         dim=spec.dim,
         ffn_dim=spec.ffn_dim,
         vocab_size=spec.vocab_size,

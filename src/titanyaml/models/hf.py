@@ -14,7 +14,6 @@ from torch import Tensor
 from titanyaml.config.decoder_shape import DecoderShape
 from titanyaml.config.schema import Model
 from titanyaml.errors import CheckpointError
-from titanyaml.models.attention import head_size
 from titanyaml.models.hf_config import hf_config as hf_config
 from titanyaml.models.hf_layout import (
     TensorMapping,
@@ -53,7 +52,7 @@ def _attention(spec: Model, rotary: bool, ours: str, hf: str) -> Iterator[Tensor
         for name in "qkvo":
             names = f"{ours}w{name}.{leaf}", f"{hf}{name}_proj.{leaf}"
             rotates = interleaved and name in "qk"
-            yield interleaved_rotary(*names, head_dim=head_size(spec)) if rotates else same(*names)
+            yield interleaved_rotary(*names, head_dim=DecoderShape.of(spec).head_dim) if rotates else same(*names)
     if spec.qk_norm:
         yield from (same(f"{ours}{name}_norm.weight", f"{hf}{name}_norm.weight") for name in "qk")
 

@@ -8,7 +8,6 @@ from typing import Any
 from titanyaml.config.decoder_shape import DecoderShape
 from titanyaml.config.schema import Model
 from titanyaml.errors import ConfigError, Problem
-from titanyaml.models.attention import head_size
 
 ARCHITECTURES = {
     "llama3": ("LlamaForCausalLM", "llama"),
@@ -49,7 +48,7 @@ def hf_config(spec: Model) -> dict[str, Any]:
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": head_size(spec),
+        "head_dim": DecoderShape.of(spec).head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": spec.max_seq_len,
         "initializer_range": spec.init_std,

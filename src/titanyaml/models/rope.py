@@ -12,36 +12,20 @@ import torch
 from torch import Tensor
 
 from titanyaml.config.schema import RopeScaling
-from titanyaml.errors import ConfigError
 from titanyaml.models.layers import at_least_float32
 
 
 def inverse_frequencies(
     head_dim: int, *, theta: float, scaling: RopeScaling | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Radians per position of each channel pair, theta^(-2i/H): [P] in ``dtype`` on the CPU.
-
-    Raises:
-        ConfigError: head_dim is odd, or high_freq_factor is below low_freq_factor.
-    """
-    if head_dim % 2:
-        raise ConfigError(
-            f"RoPE rotates pairs of channels; {head_dim} is odd",
-            key="model.head_dim",
-            hint=f"model.head_dim={head_dim + 1}",
-        )
+    """Radians per position of each channel pair, theta^(-2i/H): [P] in ``dtype`` on the CPU."""
+    assert head_dim % 2 == 0, f"rotary embedding rotates pairs of channels; {head_dim} is odd"
     # On the CPU and rounded to ``dtype`` after every operation, as in the code that the published models were trained
     # with: in float32 the values are theirs to the last bit.
     frequencies_P = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)
     if scaling is None:
         return frequencies_P
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if high < low:
-        raise ConfigError(
-            f"{high} is below low_freq_factor={low}",
-            key="model.rope_scaling.high_freq_factor",
-            hint=f"model.rope_scaling.high_freq_factor={4 * low}",
-        )
     # Three bands, by the rotations that a pair makes within the original context (Llama 3.1 reference code): from
     # ``high`` on the frequency is kept, up to ``low`` it is divided by ``factor``, and between them it is interpolated.
     # With equal factors (Llama 4 Scout) there is no band between.
