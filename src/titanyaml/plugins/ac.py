@@ -224,6 +224,8 @@ class RecomputedForward:
         if not torch.compiler.is_compiling():
             contexts = self.contexts
             self.num_calls += 1
+        # policies need the variant without reentrant autograd; the random state is kept, so that dropout or noise in a
+        # block is the same when it is recomputed
         options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
         return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
 

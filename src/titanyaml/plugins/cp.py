@@ -21,8 +21,8 @@ from titanyaml.kernels.attention import AttentionKernel, choose_attention_kernel
 from titanyaml.kernels.context_attention import attend_across_ranks
 from titanyaml.models.attention import Attention, Mask
 from titanyaml.pipeline.protocol import Change, Context
+from titanyaml.pipeline.split_modules import find_module
 from titanyaml.pipeline_parallel.staged import model_parts
-from titanyaml.plugins.split_modules import find_module
 
 
 class ContextParallel:
@@ -67,7 +67,7 @@ class ContextParallel:
         for name in names:
             module: Any = find_module(model, name, Attention, axis="cp")
             module.__class__, module.group, module.kernel = _ATTENTION[self.method], group, kernel
-            module.fused = ctx.kernels.fused
+            module.fused = ctx.kernels.fused  # merge the parts of an output by Triton
         for part in model_parts(model):
             part.register_forward_pre_hook(_CutInputs(group, self.method), with_kwargs=True)
         is_ulysses = self.method == "ulysses"

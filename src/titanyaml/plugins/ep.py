@@ -22,7 +22,7 @@ from titanyaml.distributed.tensor import TensorGroup, exchange_rows, local
 from titanyaml.errors import Problem
 from titanyaml.models.moe import Experts, take_rows
 from titanyaml.pipeline.protocol import Change, Context
-from titanyaml.plugins.split_modules import distribute_parameters, find_module
+from titanyaml.pipeline.split_modules import distribute_parameters, find_module
 
 
 class ExpertParallel:

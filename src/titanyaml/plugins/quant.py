@@ -241,10 +241,10 @@ class Quantize:
     def after_step(self, model: nn.Module) -> None:
         """Refresh the scales, or the copies, of weights that are gathered in float8."""
         if self.gathered_weights is not None:
-            self.gathered_weights.expire()
+            self.gathered_weights.expire()  # also without precompute_scale: the next gather casts anew
             if self.precompute_scale:
                 self.gathered_weights.cast()
-        elif self.precompute_scale:
+        elif self.precompute_scale:  # one reduction for the scales of all weights
             float8.precompute_scales([p for p in model.parameters() if float8.is_gathered_in_float8(p)])
 
     def verify(self, model: nn.Module, ctx: Context) -> Change | None:

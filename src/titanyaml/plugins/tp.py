@@ -37,7 +37,7 @@ from titanyaml.errors import DataError, Problem
 from titanyaml.models.layers import Linear, OutputProjection, RMSNorm
 from titanyaml.models.moe import Experts, Router
 from titanyaml.pipeline.protocol import Change, Context
-from titanyaml.plugins.split_modules import distribute_parameters, find_module
+from titanyaml.pipeline.split_modules import distribute_parameters, find_module
 
 #: Sizes of the model's facts that are split, each a key of the section model.
 _SPLIT_FACTS = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
@@ -125,7 +125,7 @@ class _ModelSplitter:
             self.replicate_norm(f"{block}.{name}", sees_part=self.sequence)
         for name in layout.head_norms:
             self.replicate_norm(f"{block}.{name}", sees_part=True)  # of the heads
-        for entry in layout.entries:
+        for entry in layout.entries:  # one gather for q, k and v, or for gate and up
             columns = [f"{block}.{name}" for name in layout.column if name.startswith(f"{entry}.")]
             self._gather_input(f"{block}.{entry}", columns)
         if layout.router:
@@ -203,6 +203,7 @@ class _GatherInput:
         return (self.gather(args[0]), *args[1:])
 
     def gather(self, x_BSD: Tensor) -> Tensor:
+        # a whole stream needs no transfer now, but each rank used it for other features: gradients are summed
         return gather_sequence(x_BSD, self.group) if self.sequence else all_reduce_gradient(x_BSD, self.group)
 
 
