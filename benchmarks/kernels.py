@@ -1,6 +1,6 @@
 """Each kernel against its reference in plain PyTorch: time and agreement, as one JSON object on stdout.
 
-    PYTHONPATH=src python benchmarks/kernels.py > kernels.json
+    PYTHONPATH=src:. python benchmarks/kernels.py > kernels.json
 
 The sizes are those of Llama 3 3B at 16,384 tokens; they need a GPU with 80 GB. Times are medians of launches after a
 warm-up, in milliseconds. ``wrong`` lists what does not agree; the exit code is 1 if there is anything.
@@ -23,15 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanyaml.kernels import (
-    adamw,
-    cross_entropy,
-    float8_cast,
-    float8_linear,
-    float8_shards,
-    float8_transpose,
-    square_sum,
-)
+from tests.kernels import references
+from titanyaml.kernels import adamw, cross_entropy, float8_cast, float8_linear, float8_shards, square_sum
 from titanyaml.kernels.master_weights import join, split_master
 from titanyaml.loss import IGNORE_INDEX, chunked_cross_entropy
 
@@ -154,7 +147,7 @@ def _cross_entropy_kernel(bench: Bench) -> dict[str, Any]:
     many[-3:] = bench.randn(3, bench.vocab)
     last = many[-3:].clone()
     losses = cross_entropy.cross_entropy_(many, labels, ignore_index=-100, gradient=True)
-    expected = cross_entropy.reference_(last, labels[-3:], ignore_index=-100, gradient=True)
+    expected = references.cross_entropy_reference_(last, labels[-3:], ignore_index=-100, gradient=True)
     result["logits_of_the_large_call"] = many.numel()
     bench.agree("cross_entropy beyond 2^31: losses", losses[-3:], expected, 1e-6)
     bench.agree("cross_entropy beyond 2^31: gradients", many[-3:], last, 1e-2)
@@ -178,7 +171,7 @@ def bench_sharded_cross_entropy(bench: Bench) -> dict[str, Any]:
 
     both = torch.stack([parts(first) for first in shards])
     losses = [finish(first) for first in shards]
-    expected = cross_entropy.reference_(full, labels, ignore_index=IGNORE_INDEX, gradient=True)
+    expected = references.cross_entropy_reference_(full, labels, ignore_index=IGNORE_INDEX, gradient=True)
     bench.same("sharded cross_entropy: the ranks' losses", *losses)
     result: dict[str, Any] = {
         "rows": rows,
@@ -196,7 +189,7 @@ def bench_sharded_cross_entropy(bench: Bench) -> dict[str, Any]:
     result["copy_ms"] = bench.ms(shards[0].clone)  # reads and writes what the gradient does
     own = labels % columns
     result["torch_ms"] = bench.ms(
-        lambda: cross_entropy.reference_(shards[0], own, ignore_index=IGNORE_INDEX, gradient=True)
+        lambda: references.cross_entropy_reference_(shards[0], own, ignore_index=IGNORE_INDEX, gradient=True)
     )
     return result
 
@@ -223,7 +216,7 @@ def bench_adamw(bench: Bench) -> dict[str, Any]:
     weight = master.bfloat16()
     twin, twin_weight = [tensor.clone() for tensor in state], weight.clone()
     adamw.adamw_(weight, state[0], grad, *state[1:], clip, factors)
-    adamw.reference_(twin_weight, twin[0], grad, *twin[1:], clip, factors)
+    references.adamw_reference_(twin_weight, twin[0], grad, *twin[1:], clip, factors)
     result: dict[str, Any] = {
         f"{name}_distance": bench.agree(f"adamw {name}", ours, reference, bound)
         for name, ours, reference, bound in zip(
@@ -321,7 +314,9 @@ def bench_square_sum(bench: Bench) -> dict[str, Any]:
     shapes = [(bench.dim, bench.dim), (bench.dim // 3, bench.dim), (bench.ffn, bench.dim), (bench.dim,)]
     grads = [bench.randn(*shape, scale=1e-3) for _ in range(4) for shape in (shapes * 2)[:-1] + shapes[2:3]]
     result: dict[str, Any] = {"bytes": 2 * sum(grad.numel() for grad in grads)}
-    result["distance"] = bench.agree("square_sum", square_sum.square_sum(grads), square_sum.reference(grads), 1e-6)
+    result["distance"] = bench.agree(
+        "square_sum", square_sum.square_sum(grads), references.square_sum_reference(grads), 1e-6
+    )
     for block, blocks, warps in ((8192, 8, 8), (8192, 4, 8), (8192, 2, 8), (8192, 1, 8), (4096, 4, 4), (4096, 2, 4)):
         with constants(square_sum, BLOCK=block, BLOCKS=blocks, WARPS=warps):
             result[f"ms_block_{block}_blocks_{blocks}_warps_{warps}"] = bench.ms(lambda: square_sum.square_sum(grads))
@@ -352,10 +347,10 @@ def bench_float8_shards(bench: Bench) -> dict[str, Any]:
                 name = f"ms_programs_{programs}_tile_{tile}" if fused else "torch_ms"
                 result[name] = bench.ms(lambda copies=copies: copies.cast(copies.amax()))
     x = bench.randn(bench.ffn, bench.dim).to(E4M3)
-    turned = functools.partial(float8_transpose.transpose_float8, x, after=x)
+    turned = functools.partial(float8_cast.transpose_float8, x, after=x)
     bench.same("transpose_float8", turned(fused=True), turned(fused=False))
     for tile, warps in ((128, 8), (128, 4), (64, 4)):
-        with constants(float8_transpose, TILE=tile, WARPS=warps):
+        with constants(float8_cast, TRANSPOSE_TILE=tile, TRANSPOSE_WARPS=warps):
             result[f"turn_ms_tile_{tile}_warps_{warps}"] = bench.ms(lambda: turned(fused=True))
     return result | {"turn_torch_ms": bench.ms(lambda: turned(fused=False)), "turn_copy_ms": bench.ms(x.clone)}
 

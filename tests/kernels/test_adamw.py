@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.kernels.references import adamw_reference_
 from titanyaml.config.schema import Optim
 from titanyaml.data.loader import Batch
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.norm import clip_factor, grad_norm
 from titanyaml.errors import NonFiniteError
 from titanyaml.kernels import adamw
-from titanyaml.kernels.adamw import Factors, adamw_, reference_
+from titanyaml.kernels.adamw import Factors, adamw_
 from titanyaml.kernels.master_weights import join, split_master
 from titanyaml.optim import AdamW, build
 from titanyaml.optim.triton_adamw import TritonAdamW
@@ -40,14 +41,14 @@ def test_equals_its_reference(device, gradient: torch.dtype, stored: torch.dtype
         grad, clip = draw().to(gradient), torch.tensor(0.3, device=device)
         factors = Factors.at(step, lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
         adamw_(weights[0], ours[0], grad, *ours[1:], clip, factors)
-        reference_(weights[1], expected[0], grad, *expected[1:], clip, factors)
+        adamw_reference_(weights[1], expected[0], grad, *expected[1:], clip, factors)
         for our_tensor, their_tensor in zip(ours, expected, strict=True):
             torch.testing.assert_close(our_tensor, their_tensor, rtol=1e-5, atol=1e-6)
     if stored is not None:
         assert torch.equal(weights[0], ours[0].to(stored)), "the stored weight is the master, rounded to nearest"
 
 
-@pytest.mark.parametrize("update", [adamw_, reference_], ids=["kernel", "reference"])
+@pytest.mark.parametrize("update", [adamw_, adamw_reference_], ids=["kernel", "reference"])
 def test_a_split_master_is_the_float32_one(device, update) -> None:
     """Bit for bit over several updates, a number that overflows to infinity and one that becomes NaN included."""
     generator = torch.Generator().manual_seed(0)

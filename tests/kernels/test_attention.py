@@ -69,3 +69,19 @@ def test_the_plain_path_is_for_what_the_fused_kernels_do_not_take() -> None:
     assert choose_attention_kernel(torch.device("cpu"), torch.bfloat16, head_dim=64) == "plain"
     assert choose_attention_kernel(torch.device("cuda"), torch.float32, head_dim=64) == "plain"
     assert choose_attention_kernel(torch.device("cuda"), torch.bfloat16, head_dim=100) == "plain"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_merge_kernel_equals_plain_pytorch(device, dtype: torch.dtype) -> None:
+    """Slices of positions, other memory orders, a head size and a number of queries that fill no block."""
+    torch.manual_seed(0)
+    out, part = (torch.randn(2, 19, 3, 24).to(device, dtype).transpose(1, 2) for _ in range(2))
+    lse, part_lse = (4 * torch.randn(2, 3, 19, device=device) for _ in range(2))
+    part_lse[0, 0, 3] = -80.0  # next to nothing is there
+    merged, expected = ([out.clone(), lse.clone(), part, part_lse] for _ in range(2))
+    for fused, tensors in ((True, merged), (False, expected)):
+        merge_(*(t[:, :, 2:] for t in tensors), fused=fused)
+    assert torch.equal(merged[0][:, :, :2], out[:, :, :2]) and not torch.equal(merged[0], out)
+    torch.testing.assert_close(merged[1], expected[1], rtol=1e-6, atol=1e-6)
+    bound = 1e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(merged[0], expected[0], rtol=bound, atol=1e-6)

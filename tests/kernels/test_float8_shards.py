@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from titanyaml.kernels import float8_cast as cast_module
 from titanyaml.kernels import float8_shards as module
-from titanyaml.kernels import float8_transpose
-from titanyaml.kernels.float8_cast import compute_amax, float8_cast
+from titanyaml.kernels.float8_cast import compute_amax, float8_cast, transpose_float8
 from titanyaml.kernels.float8_shards import Float8Shards
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -17,7 +17,7 @@ def small_tiles(monkeypatch) -> None:
     """Several programs, and last ones that are not full."""
     monkeypatch.setattr(module, "PROGRAMS", 2)
     monkeypatch.setattr(module, "TILE", 64)
-    monkeypatch.setattr(float8_transpose, "TILE", 32)
+    monkeypatch.setattr(cast_module, "TRANSPOSE_TILE", 32)
 
 
 def weights(device: torch.device) -> list[Tensor]:
@@ -77,7 +77,7 @@ def test_turns_to_the_bit(device, dtype: torch.dtype) -> None:
     for shape in ((80, 48), (32, 64), (16, 16)):
         x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
         for fused in (True, False):
-            transposed = float8_transpose.transpose_float8(x.view(dtype), after=x, fused=fused)
+            transposed = transpose_float8(x.view(dtype), after=x, fused=fused)
             assert transposed.dtype == dtype and transposed.is_contiguous()
             assert torch.equal(transposed.view(torch.uint8), x.t())
 

@@ -1,1 +1,1 @@
-"""Operators of our own, one concept a file, each beside its reference in plain PyTorch."""
+"""Operators of our own, one concept a file."""

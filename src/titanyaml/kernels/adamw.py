@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanyaml.kernels.master_weights import QUIET_NAN, is_split, join, split_
+from titanyaml.kernels.master_weights import QUIET_NAN, is_split
 from titanyaml.kernels.triton_support import ceil_div, jit, tl
 
 BLOCK, WARPS = 2048, 8
@@ -66,25 +66,6 @@ def adamw_(
         adamw_kernel[(ceil_div(n, BLOCK),)](*pointers, n, *factors, **options, num_warps=WARPS)
 
 
-def reference_(
-    weight: Tensor | None, master: Tensor, grad: Tensor, avg: Tensor, avg_sq: Tensor, clip: Tensor, factors: Factors
-) -> None:
-    """``adamw_`` in plain PyTorch."""
-    grad = grad.float() * clip
-    avg.mul_(factors.beta1).add_(grad, alpha=factors.one_minus_beta1)
-    avg_sq.mul_(factors.beta2).addcmul_(grad, grad, value=factors.one_minus_beta2)
-    denominator = avg_sq.sqrt() * factors.root_scale + factors.eps
-    remainder = master if is_split(master) else None
-    if remainder is not None:
-        assert weight is not None, "a remainder belongs to a stored weight"
-        master = join(weight, remainder)
-    master.mul_(factors.decay).addcdiv_(avg, denominator, value=-factors.step_size)
-    if weight is not None and remainder is not None:
-        split_(master, weight, remainder)
-    elif weight is not None:
-        weight.copy_(master)
-
-
 @jit
 def adamw_kernel(
     weight_ptr, master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, clip_ptr, n,
@@ -97,7 +78,7 @@ def adamw_kernel(
     grad = tl.load(grad_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * tl.load(clip_ptr)
     exp_avg = beta1 * tl.load(exp_avg_ptr + offsets, mask=inside, other=0.0) + one_minus_beta1 * grad
     exp_avg_sq = beta2 * tl.load(exp_avg_sq_ptr + offsets, mask=inside, other=0.0) + one_minus_beta2 * grad * grad
-    if SPLIT:  # as join
+    if SPLIT:  # as master_weights.join
         high = tl.load(weight_ptr + offsets, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         low = tl.load(master_ptr + offsets, mask=inside, other=0).to(tl.int32)
         master = ((high << 16) + low).to(tl.float32, bitcast=True)
@@ -107,7 +88,7 @@ def adamw_kernel(
     master -= step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_scale + eps)
     tl.store(exp_avg_ptr + offsets, exp_avg, mask=inside)
     tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=inside)
-    if SPLIT:  # as split_
+    if SPLIT:  # as master_weights.split_
         bits = tl.where(master == master, master.to(tl.int32, bitcast=True), QUIET_NAN)
         high = (bits + 0x8000) >> 16
         tl.store(weight_ptr + offsets, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)

@@ -1,9 +1,12 @@
 """Attention of some queries over some of their keys, with what is needed to merge such partial attentions.
 
-A partial attention returns its output and the log-sum-exp of its scores. Two of the same queries are merged by these
-(online softmax: Milakov and Gimelshein 2018). Its gradients are exact if its backward pass is given the output and the
-log-sum-exp over *all* keys (Liu et al. 2023, Ring Attention). On a GPU the fused kernels of cuDNN or FlashAttention do
-the work. The plain path below is the reference, and what runs on a CPU and in float64.
+A partial attention returns its output o and the log-sum-exp l of its scores. Two of the same queries are merged by
+l = log(e^l1 + e^l2), o = e^(l1-l) o1 + e^(l2-l) o2 (online softmax: Milakov and Gimelshein 2018). A Triton kernel does
+so in one pass; plain PyTorch needs float32 copies of both outputs, their sum and its rounding.
+
+The gradients of a partial attention are exact if its backward pass is given the output and the log-sum-exp over *all*
+keys (Liu et al. 2023, Ring Attention). On a GPU the fused kernels of cuDNN or FlashAttention do the work. The plain
+path is the reference, and what runs on a CPU and in float64.
 
 Shapes: B batch, N query heads, K key/value heads (N a multiple of K), G = N/K, S queries, T keys, H head size.
 """
@@ -17,9 +20,10 @@ import torch
 from torch import Tensor
 
 from titanyaml.distributed import compat
-from titanyaml.kernels import attention_merge
+from titanyaml.kernels.triton_support import ceil_div, jit, next_power_of_2, tl
 
 AttentionKernel = Literal["cudnn", "flash", "plain"]
+MERGE_ROWS, MERGE_WARPS = 16, 4
 
 
 def choose_attention_kernel(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> AttentionKernel:
@@ -71,8 +75,27 @@ def partial_attention_backward(
 
 
 def merge_(out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor, *, fused: bool) -> None:
-    """Merge the second partial attention into the first, rounded to its dtypes; ``fused``: by the Triton kernel."""
-    (attention_merge.merge_ if fused else attention_merge.reference_)(out_BNSH, lse_BNS, part_BNSH, part_lse_BNS)
+    """Merge the second partial attention into the first, rounded to its dtypes.
+
+    Args:
+        out_BNSH, part_BNSH: any float dtype up to float32 and any strides, each head contiguous.
+        lse_BNS, part_lse_BNS: float32, any strides. fused: the Triton kernel, else plain PyTorch, also in float64.
+    """
+    if not fused:
+        merged_lse_BNS1 = torch.logaddexp(lse_BNS, part_lse_BNS).unsqueeze(-1)
+        factor, part_factor = ((lse.unsqueeze(-1) - merged_lse_BNS1).exp() for lse in (lse_BNS, part_lse_BNS))
+        out_BNSH.copy_(factor * out_BNSH + part_factor * part_BNSH)
+        lse_BNS.copy_(merged_lse_BNS1.squeeze(-1))
+        return
+    batch, heads, queries, size = out_BNSH.shape
+    assert out_BNSH.stride(3) == part_BNSH.stride(3) == 1 and part_BNSH.shape == out_BNSH.shape
+    assert lse_BNS.dtype == part_lse_BNS.dtype == torch.float32 and part_lse_BNS.shape == lse_BNS.shape
+    if out_BNSH.numel():
+        tensors = out_BNSH, lse_BNS, part_BNSH, part_lse_BNS
+        strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]
+        grid = ceil_div(queries, MERGE_ROWS), heads, batch
+        tiling = {"ROWS": MERGE_ROWS, "SIZE": next_power_of_2(size), "num_warps": MERGE_WARPS}
+        merge_kernel[grid](*tensors, queries, size, *strides, **tiling)
 
 
 def _scores(q_BNSH: Tensor, k_BKTH: Tensor, *, causal: bool) -> Tensor:
@@ -99,3 +122,29 @@ def _sum_repeated(grad_BNTH: Tensor, like_BKTH: Tensor) -> Tensor:
     if grad_BNTH.shape[1] == like_BKTH.shape[1]:
         return grad_BNTH
     return grad_BNTH.unflatten(1, (like_BKTH.shape[1], -1)).sum(2)
+
+
+@jit
+def merge_kernel(
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, queries, size, out_b, out_n, out_s, lse_b, lse_n, lse_s,
+    part_b, part_n, part_s, part_lse_b, part_lse_n, part_lse_s, ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One program for ROWS queries of a head."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    is_query = row < queries
+    row = row.to(tl.int64)  # offsets of a long sequence exceed 2^31
+    column = tl.arange(0, SIZE)
+    inside = is_query[:, None] & (column < size)[None, :]
+    lse_ptrs = lse_ptr + sequence * lse_b + head * lse_n + row * lse_s
+    part_lse_ptrs = part_lse_ptr + sequence * part_lse_b + head * part_lse_n + row * part_lse_s
+    lse = tl.load(lse_ptrs, mask=is_query, other=0.0)
+    part_lse = tl.load(part_lse_ptrs, mask=is_query, other=0.0)
+    larger = tl.maximum(lse, part_lse)  # subtracted before exponentials, which would overflow
+    merged_lse = larger + tl.log(tl.exp(lse - larger) + tl.exp(part_lse - larger))
+    out_ptrs = out_ptr + (sequence * out_b + head * out_n + row * out_s)[:, None] + column[None, :]
+    part_ptrs = part_ptr + (sequence * part_b + head * part_n + row * part_s)[:, None] + column[None, :]
+    out = tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32) * tl.exp(lse - merged_lse)[:, None]
+    out += tl.load(part_ptrs, mask=inside, other=0.0).to(tl.float32) * tl.exp(part_lse - merged_lse)[:, None]
+    tl.store(lse_ptrs, merged_lse, mask=is_query)
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside)

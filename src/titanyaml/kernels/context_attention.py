@@ -44,39 +44,28 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, is_ring: bool, name: str, rank: int, size: int, kernel: str, fused: bool
 ) -> tuple[Tensor, Tensor]:
     """Output [B, N, S, H] in the memory order B, S, N, H, and log-sum-exp [B, N, S]."""
-    kv = _stack(k, v)
+    kv, run = _stack(k, v), q.shape[2] // 2
     incoming = _pass_on(kv, name, rank, size) if is_ring else compat.start_all_gather(kv, size, name)
     state = _Forward(q, k, v, cast(AttentionKernel, kernel), fused=fused, wide=size > 2)
     if not is_ring:
         lower_kv, higher_kv = _lower_and_higher(compat.wait(incoming), rank, size)
         if lower_kv is not None:
-            state.attend_lower(lower_kv)
+            state.attend(lower_kv, 0)
         if higher_kv is not None:
-            state.attend_higher(higher_kv)
+            state.attend(higher_kv, run)
     for distance in range(1, size if is_ring else 1):
         kv = compat.wait(incoming)
         if distance + 1 < size:
             incoming = _pass_on(kv, name, rank, size)
-        if distance <= rank:
-            state.attend_lower(_head_run(kv))
-        else:
-            state.attend_higher(kv)
+        visible_kv, first_query = (_head_run(kv), 0) if distance <= rank else (kv, run)
+        state.attend(visible_kv, first_query)
     return _in_projection_order(state.out.to(q.dtype)), state.lse.contiguous()
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_ring: bool,
-    name: str,
-    rank: int,
-    size: int,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    is_ring: bool, name: str, rank: int, size: int, kernel: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the queries, laid out as the output, and of the pair of keys and values [2, B, S, K, H]."""
     state = _Backward(grad, q, k, v, out, lse, cast(AttentionKernel, kernel))
     half, kv = q.shape[0] // 2, _stack(k, v)
@@ -136,19 +125,15 @@ class _Forward:
     """Output and log-sum-exp of a rank's queries, merged from partial attentions."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, *, fused: bool, wide: bool) -> None:
-        self.q, self.kernel, self.fused, self.run = q, kernel, fused, q.shape[2] // 2
+        self.q, self.kernel, self.fused = q, kernel, fused
         out, self.lse = partial_attention(q, k, v, causal=True, kernel=kernel)
         # With two ranks a row is merged once, and rounded then: float32 in between would gain nothing.
         self.out = out.to(self.lse.dtype) if wide else out
 
-    def attend_lower(self, kv: Tensor) -> None:
-        """All queries see these keys."""
-        part = partial_attention(self.q, *_unstack(kv), causal=False, kernel=self.kernel)
-        merge_(self.out, self.lse, *part, fused=self.fused)
-
-    def attend_higher(self, kv: Tensor) -> None:
-        part = partial_attention(self.q[:, :, self.run :], *_unstack(kv), causal=False, kernel=self.kernel)
-        merge_(self.out[:, :, self.run :], self.lse[:, :, self.run :], *part, fused=self.fused)
+    def attend(self, kv: Tensor, first_query: int) -> None:
+        """The queries from ``first_query`` on see these keys."""
+        q, out, lse = (tensor[:, :, first_query:] for tensor in (self.q, self.out, self.lse))
+        merge_(out, lse, *partial_attention(q, *_unstack(kv), causal=False, kernel=self.kernel), fused=self.fused)
 
 
 class _Backward:
@@ -157,11 +142,9 @@ class _Backward:
     def __init__(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kernel: AttentionKernel
     ) -> None:
-        self.saved, self.kernel, self.run = (grad, q, out, lse), kernel, q.shape[2] // 2
-        self.kv = (k, v)
+        self.saved, self.kv, self.kernel, self.run = (grad, q, out, lse), (k, v), kernel, q.shape[2] // 2
         self.own_grads: list[tuple[slice, tuple[Tensor, Tensor, Tensor]]] = []
-        self.grads_q_of_lower: list[Tensor] = []
-        self.grads_q_of_higher: list[Tensor] = []
+        self.grads_q: list[tuple[int, Tensor]] = []  # first query, gradient of it and those after it
 
     def attend_own(self, rows: slice) -> None:
         """Some sequences of the batch with the rank's own keys."""
@@ -171,20 +154,13 @@ class _Backward:
             grads = partial_attention_backward(grad, q, k, v, out, lse, causal=True, kernel=self.kernel)
             self.own_grads.append((rows, grads))
 
-    def attend_lower(self, kv: Tensor) -> _Pair:
-        """Gradients of these keys and values, which all queries see."""
-        return self._attend_others(self.saved, kv, self.grads_q_of_lower)
-
-    def attend_higher(self, kv: Tensor) -> _Pair:
-        tails = tuple(tensor[:, :, self.run :].contiguous() for tensor in self.saved)
-        return self._attend_others(tails, kv, self.grads_q_of_higher)
-
-    def _attend_others(self, saved: tuple[Tensor, ...], kv: Tensor, grads_q: list[Tensor]) -> _Pair:
+    def attend(self, kv: Tensor, first_query: int) -> _Pair:
+        """Gradients of these keys and values, which the queries from ``first_query`` on see."""
+        saved = (tensor[:, :, first_query:].contiguous() if first_query else tensor for tensor in self.saved)
         grad, q, out, lse = saved
-        grad_q, grad_k, grad_v = partial_attention_backward(
-            grad, q, *_unstack(kv), out, lse, causal=False, kernel=self.kernel
-        )
-        grads_q.append(grad_q)
+        inputs = grad, q, *_unstack(kv), out, lse
+        grad_q, grad_k, grad_v = partial_attention_backward(*inputs, causal=False, kernel=self.kernel)
+        self.grads_q.append((first_query, grad_q))
         return grad_k, grad_v
 
     def grad_q(self, *, wide: bool) -> Tensor:
@@ -193,10 +169,8 @@ class _Backward:
         total = _in_projection_order(torch.empty_like(q, dtype=lse.dtype if wide else q.dtype))
         for rows, (grad_q, *_) in self.own_grads:
             total[rows] = grad_q
-        for grad_q in self.grads_q_of_lower:
-            total += grad_q
-        for grad_q in self.grads_q_of_higher:
-            total[:, :, self.run :] += grad_q
+        for first_query, grad_q in self.grads_q:  # those of lower ranks' keys come first, gathered or in a ring
+            total[:, :, first_query:] += grad_q
         return total.to(q.dtype)
 
     def own_grads_kv(self, *, wide: bool) -> Tensor:
@@ -219,9 +193,9 @@ def _send_to_owners(state: _Backward, incoming: Tensor, name: str, rank: int, si
     lower_kv, higher_kv = _lower_and_higher(compat.wait(incoming), rank, size)
     grads: dict[int, _Pair] = {}
     if lower_kv is not None:
-        grads |= enumerate(_by_rank(state.attend_lower(lower_kv), run))
+        grads |= enumerate(_by_rank(state.attend(lower_kv, 0), run))
     if higher_kv is not None:
-        grads |= enumerate(_by_rank(state.attend_higher(higher_kv), 2 * run), rank + 1)
+        grads |= enumerate(_by_rank(state.attend(higher_kv, run), 2 * run), rank + 1)
     for peer, piece in enumerate(buffer.split(sent)):
         if peer != rank:
             targets = piece.view(2, q.shape[0], -1, heads, width)
@@ -240,9 +214,9 @@ def _send_around(state: _Backward, incoming: Tensor, name: str, rank: int, size:
         # with more than two ranks several add to it, in float32 or wider
         share = torch.zeros_like(kv, dtype=state.saved[-1].dtype if size > 2 else None)
         if distance <= rank:
-            grads, targets = state.attend_lower(_head_run(kv)), share[:, :, :run]
+            grads, targets = state.attend(_head_run(kv), 0), share[:, :, :run]
         else:
-            grads, targets = state.attend_higher(kv), share
+            grads, targets = state.attend(kv, run), share
         for target, grad in zip(targets, grads, strict=True):
             target.copy_(grad.transpose(1, 2))
         if distance > 1:

@@ -79,18 +79,6 @@ def _constants(logits_CV: Tensor, labels_C: Tensor) -> dict[str, Any]:
     return {"LOWEST": _LOWEST, "BLOCK": min(BLOCK, next_power_of_2(logits_CV.shape[1])), "num_warps": WARPS}
 
 
-def reference_(logits_CV: Tensor, labels_C: Tensor, *, ignore_index: int, gradient: bool) -> Tensor:
-    """``cross_entropy_`` in plain PyTorch."""
-    is_valid_C1 = (labels_C != ignore_index)[:, None]
-    labels_C1 = labels_C[:, None].where(is_valid_C1, 0)
-    log_probs_CV = logits_CV.float().log_softmax(-1)
-    losses_C1 = -log_probs_CV.gather(1, labels_C1)
-    if gradient:
-        one_hot_CV = torch.zeros_like(log_probs_CV).scatter_(1, labels_C1, 1.0)
-        logits_CV.copy_((log_probs_CV.exp() - one_hot_CV) * is_valid_C1)
-    return losses_C1.where(is_valid_C1, 0.0).squeeze(1)
-
-
 @jit
 def cross_entropy_kernel(
     logits_ptr, labels_ptr, losses_ptr, vocab, stride, ignore_index,

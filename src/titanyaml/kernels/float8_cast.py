@@ -9,6 +9,9 @@ the matrix (tensorwise). A GEMM needs the inverse scale. Finding the amax takes 
 the tensorwise one may instead begin with row maxima by a plain PyTorch operator, which a compiler puts into the kernel
 that produces the matrix (norm, SwiGLU).
 
+A weight gathered in float8 comes contiguous along its inputs, and the backward wants it along its outputs. Transposing
+the gathered bytes moves 2 bytes a number; a cast of the bfloat16 weight would move 3.
+
 Shapes: M rows, K columns. A source may have more dimensions, of which all but the last are rows.
 """
 
@@ -23,6 +26,7 @@ from titanyaml.kernels.triton_support import ceil_div, jit, operator, tl, wrap_t
 
 TILE_M, TILE_K, WARPS = 128, 64, 4  # the fastest of six on H200 for rowwise scales, 2 % off the fastest for tensorwise
 PARTS, PART_TILE, PART_WARPS = 512, 8192, 8  # four programs a multiprocessor, of bfloat16 16 KB each under way
+TRANSPOSE_TILE, TRANSPOSE_WARPS = 128, 8
 SMALLEST = 1e-12  # a smaller amax counts as this: no division by zero
 
 
@@ -91,6 +95,13 @@ def float8_cast(
         tensors += _plain_cast(x_MK.t(), by_column, dtype, power_of_2) if transposed else ()
     nothing = (None, None)
     return Float8Copies(*(tensors[:2] if row_major else nothing), *(tensors[-2:] if transposed else nothing))
+
+
+def transpose_float8(x_MK: Tensor, *, after: Tensor, fused: bool) -> Tensor:
+    """The transpose [K, M], contiguous, of a contiguous float8 matrix. ``after``: not read, but awaited."""
+    # A compiler that cuts a graph into forward and backward sees two tensors of one size. It might transpose early and
+    # keep the result, under FSDP of full weights. An argument that only the backward pass has ties the launch to it.
+    return _transpose_operator(x_MK, after) if fused else x_MK.view(torch.uint8).t().contiguous().view(x_MK.dtype)
 
 
 def _plain_cast(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
@@ -171,6 +182,19 @@ def _empty_cast(
     return tensors
 
 
+def _transpose(x: Tensor, after: Tensor) -> Tensor:
+    rows, columns = x.shape
+    transposed = _empty_transpose(x, after)
+    grid = ceil_div(columns, TRANSPOSE_TILE), ceil_div(rows, TRANSPOSE_TILE)
+    tiling = {"TILE": TRANSPOSE_TILE, "num_warps": TRANSPOSE_WARPS}
+    wrap_triton(float8_transpose_kernel)[grid](x, after, transposed, rows, columns, **tiling)
+    return transposed
+
+
+def _empty_transpose(x: Tensor, after: Tensor) -> Tensor:
+    return x.new_empty((x.shape[1], x.shape[0]))
+
+
 @jit
 def float8_amax_kernel(x_ptr, amax_ptr, rows, columns, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     """Largest |x| of every row, then of every column."""
@@ -249,7 +273,19 @@ def float8_cast_kernel(
                 tl.store(transposed_inverse_ptr, tl.div_rn(1.0, scale))
 
 
+@jit
+def float8_transpose_kernel(x_ptr, after_ptr, transposed_ptr, rows, columns, TILE: tl.constexpr):
+    row = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    offsets = row[:, None].to(tl.int64) * columns + column[None, :]
+    transposed_offsets = column[:, None].to(tl.int64) * rows + row[None, :]
+    tile = tl.load(x_ptr + offsets, mask=(row < rows)[:, None] & (column < columns)[None, :])
+    inside = (column < columns)[:, None] & (row < rows)[None, :]
+    tl.store(transposed_ptr + transposed_offsets, tl.trans(tile), mask=inside)
+
+
 # behind the kernels, whose source is part of the key by which compiled code is cached
 _amax_operator = operator("titanyaml::float8_amax", _amax, _empty_amax)
 _partial_amax_operator = operator("titanyaml::float8_partial_amax", _partial_amax, _empty_partial_amax)
 _cast_operator = operator("titanyaml::float8_cast", _cast, _empty_cast)
+_transpose_operator = operator("titanyaml::transpose_float8", _transpose, _empty_transpose)

@@ -21,9 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from titanyaml.distributed import compat
 from titanyaml.distributed.tensor import TensorGroup, gather_shards, reduce_scatter_shards
-from titanyaml.kernels.float8_cast import Float8Copies, compute_amax, float8_cast
+from titanyaml.kernels.float8_cast import Float8Copies, compute_amax, float8_cast, transpose_float8
 from titanyaml.kernels.float8_gather import GatheredWeight, gathered_parts
-from titanyaml.kernels.float8_transpose import transpose_float8
 
 #: ``rowwise_with_gw_hp``: rowwise, with the weight gradient in the dtype of the input.
 Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]

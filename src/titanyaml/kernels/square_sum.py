@@ -32,11 +32,6 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     return sums.sum(dtype=torch.float64)
 
 
-def reference(tensors: Sequence[Tensor]) -> Tensor:
-    """``square_sum`` in plain PyTorch, all in float64."""
-    return torch.stack([t.double().square().sum() for t in tensors]).sum()
-
-
 @jit
 def square_sum_kernel(x_ptr, sums_ptr, n, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     begin = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
