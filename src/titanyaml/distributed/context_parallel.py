@@ -5,14 +5,13 @@ Shapes: B batch, N heads, S positions of a rank, T = W*S of all, H head size. W 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from titanyaml.distributed import compat
-from titanyaml.distributed.tensor import TensorGroup, exchange_rows
+from titanyaml.distributed.tensor import LinearMap, TensorGroup, exchange_rows
 
 
 def even_positions(length: int, *, rank: int, size: int, device: torch.device) -> Tensor:
@@ -43,7 +42,8 @@ def rank_order(full: Tensor, dim: int, size: int) -> Tensor:
 
 def gather_positions(x_BNSH: Tensor, group: TensorGroup) -> Tensor:
     """Head-tail shards to the full [B, N, T, H] in the order of positions. Gradients of the result are summands."""
-    return _GatherPositions.apply(x_BNSH, group.name, group.size)
+    gather = partial(_all_gather, name=group.name, size=group.size)
+    return LinearMap.apply(x_BNSH, gather, partial(_reduce_scatter, name=group.name, size=group.size))
 
 
 def sequence_to_heads(tensors_BNSH: tuple[Tensor, ...], group: TensorGroup) -> tuple[Tensor, ...]:
@@ -69,17 +69,12 @@ def heads_to_sequence(x_BNTH: Tensor, group: TensorGroup) -> Tensor:
     return received_WBSnH.movedim(0, 2).flatten(2, 3).transpose(1, 2)
 
 
-class _GatherPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BNSH: Tensor, name: str, size: int) -> Tensor:
-        ctx.group = name, size
-        shards = compat.all_gather(x_BNSH.contiguous(), size, name).chunk(size)
-        return natural_order(torch.cat(shards, dim=2), 2, size)
+def _all_gather(x_BNSH: Tensor, name: str, size: int) -> Tensor:
+    shards = compat.all_gather(x_BNSH.contiguous(), size, name).chunk(size)
+    return natural_order(torch.cat(shards, dim=2), 2, size)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor | None, ...]:
-        # every rank's queries add to the gradient of every position: a sum, of which each rank keeps its shard
-        name, size = ctx.group
-        shards = rank_order(grad_BNTH, 2, size).chunk(size, dim=2)
-        return compat.reduce_scatter(torch.cat(shards), size, name), None, None
+
+def _reduce_scatter(grad_BNTH: Tensor, name: str, size: int) -> Tensor:
+    # every rank's queries add to the gradient of every position: a sum, of which each rank keeps its shard
+    shards = rank_order(grad_BNTH, 2, size).chunk(size, dim=2)
+    return compat.reduce_scatter(torch.cat(shards), size, name)

@@ -13,7 +13,9 @@ Shapes: B batch, S sequence, D model width. A sequence is sliced evenly along di
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanyaml.distributed import compat
+
+_Map = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,22 +58,26 @@ def place_like(shard: Tensor, template: Tensor) -> Tensor:
 
 def gather_sequence(x_BSD: Tensor, group: TensorGroup) -> Tensor:
     """Shards [B, S/size, D] to equal tensors [B, S, D], whose gradients are summands."""
-    return _GatherSequence.apply(x_BSD, group.name, group.size)
+    gather = partial(gather_shards, name=group.name, size=group.size)
+    scatter = partial(reduce_scatter_shards, name=group.name, size=group.size)
+    return LinearMap.apply(x_BSD, gather, scatter)
 
 
 def scatter_sum(x_BSD: Tensor, group: TensorGroup) -> Tensor:
     """Summands [B, S, D] to shards [B, S/size, D] of their sum."""
-    return _ScatterSum.apply(x_BSD, group.name, group.size)
+    gather = partial(gather_shards, name=group.name, size=group.size)
+    scatter = partial(reduce_scatter_shards, name=group.name, size=group.size)
+    return LinearMap.apply(x_BSD, scatter, gather)
 
 
 def all_reduce_sum(x: Tensor, group: TensorGroup) -> Tensor:
     """Summands to equal sums. The gradients of the sum are equal too, and are each summand's."""
-    return _AllReduceSum.apply(x, group.name)
+    return LinearMap.apply(x, partial(_all_reduce, name=group.name, dtype=x.dtype), _identity)
 
 
 def all_reduce_gradient(x: Tensor, group: TensorGroup, *, dtype: torch.dtype | None = None) -> Tensor:
     """``x``, equal on all ranks but used differently: its gradients are summands, and are summed, in ``dtype``."""
-    return _AllReduceGradient.apply(x, group.name, dtype or x.dtype)
+    return LinearMap.apply(x, _view, partial(_all_reduce, name=group.name, dtype=dtype or x.dtype))
 
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: TensorGroup) -> Tensor:
@@ -77,7 +85,9 @@ def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: Tensor
 
     ``sent`` and ``received`` are numbers of rows to and from each rank.
     """
-    return _ExchangeRows.apply(x, sent, received, group.name)
+    send = partial(compat.all_to_all, received=received, sent=sent, group_name=group.name)
+    send_back = partial(compat.all_to_all, received=sent, sent=received, group_name=group.name)
+    return LinearMap.apply(x, send, send_back)
 
 
 def local_rows(ids: Tensor, *, rows: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -90,65 +100,30 @@ def local_rows(ids: Tensor, *, rows: int, rank: int, size: int) -> tuple[Tensor,
     return row_numbers.where(is_local, 0).masked_fill(is_invalid, rows), is_local
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, name: str, size: int) -> Tensor:
-        ctx.group = name, size
-        return gather_shards(x_BSD, name, size)
+class LinearMap(torch.autograd.Function):
+    """A linear map of one tensor, and its adjoint, which maps gradients."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scatter_shards(grad_BSD, *ctx.group), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, name: str, size: int) -> Tensor:
-        ctx.group = name, size
-        return reduce_scatter_shards(x_BSD, name, size)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_shards(grad_BSD, *ctx.group), None, None
-
-
-class _AllReduceSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        return compat.all_reduce(x, "sum", name)
+    def forward(ctx: Any, x: Tensor, linear_map: _Map, adjoint: _Map) -> Tensor:
+        ctx.adjoint = adjoint
+        return linear_map(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
+        return ctx.adjoint(grad), None, None
 
 
-class _AllReduceGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        ctx.group = name, dtype
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        name, dtype = ctx.group
-        return compat.all_reduce(grad.to(dtype), "sum", name).to(grad.dtype), None, None
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
-        ctx.route = sent, received, name
-        return compat.all_to_all(x, received, sent, name)
+def _view(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        sent, received, name = ctx.route
-        return compat.all_to_all(grad, sent, received, name), None, None, None
+
+def _all_reduce(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    return compat.all_reduce(x.to(dtype), "sum", name).to(x.dtype)
 
 
 def gather_shards(x_BSD: Tensor, name: str, size: int) -> Tensor:
