@@ -30,7 +30,7 @@ from titanyaml.loss.task import LossTask
 
 #: Label of a position that has no target.
 IGNORE_INDEX = -100
-#: Group of a weight that is not sharded. Custom operators take no None for a string; no process group is called "".
+#: Stands for a weight that is whole on this rank; no process group has an empty name.
 _UNSHARDED = TensorGroup(name="", rank=0, size=1)
 
 
