@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import titanyaml
-from titanyaml.checkpoint import folder, manifest
+from titanyaml.checkpoint import folder
 from titanyaml.checkpoint import state as states
 from titanyaml.checkpoint.finder import CheckpointFinder
 from titanyaml.checkpoint.peers import Peers
@@ -79,7 +79,7 @@ class Checkpointer:
                 raise self._not_saved(step, error) from error
             raise
         self._last_saved_step = step
-        self.finder.trust(final, self.peers.run_on_main("reading the manifest", lambda: manifest.read(final)))
+        self.finder.trust(final, self.peers.run_on_main("reading the manifest", lambda: folder.read_manifest(final)))
         if self._is_main:
             self._retain()
             self._report_saved(step, final, files, time.perf_counter() - started)
@@ -96,9 +96,7 @@ class Checkpointer:
         """The empty folder to write into, on rank 0, if there is room."""
         self.run.check_generation()
         self.root.mkdir(parents=True, exist_ok=True)
-        logical: dict[str, int] = {}
-        for share in sizes:
-            logical |= share  # logical sizes: shards of one tensor count once
+        logical = {name: size for share in sizes for name, size in share.items()}  # shards of a tensor count once
         required, free = sum(logical.values()) + OVERHEAD_BYTES, shutil.disk_usage(self.root).free
         if free < required:
             raise CheckpointError(f"{required / GIB:.2f} GiB needed, {free / GIB:.2f} GiB free in {self.root}")
@@ -110,12 +108,12 @@ class Checkpointer:
         """Manifest and rename, on rank 0."""
         if files.keys() - {path.name for path in temporary.iterdir()}:
             raise CheckpointError(f"other hosts' files are not in {temporary}: hosts must share the run folder")
-        own = {"format": manifest.FORMAT, "step": step, "save_id": temporary.name.rpartition("-")[2]}
+        own = {"format": folder.FORMAT, "step": step, "save_id": temporary.name.rpartition("-")[2]}
         own |= {"sequence": folder.next_sequence(self.root), "config_hash": self.config_hash, "time": utc_now()}
         own |= {"versions": {"torch": torch.__version__, "titanyaml": titanyaml.__version__}}
         clash = [name for name in meta.keys() & {*own, "files"} if own.get(name) != meta[name]]
         assert not clash, f"meta overrides {clash}"
-        manifest.write(temporary, {**meta, **own, "files": files})
+        folder.write_manifest(temporary, {**meta, **own, "files": files})
         final = self.root / folder.step_name(step)
         self.run.check_generation()  # last of all: an orphan of a dead launcher must not commit into a later run
         folder.commit(temporary, final)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titanyaml.checkpoint import folder, manifest
+from titanyaml.checkpoint import folder
 from titanyaml.checkpoint.peers import Peers
 from titanyaml.errors import CheckpointError
 
@@ -72,7 +72,7 @@ class CheckpointFinder:
             return [problem]
         # every world_size-th file: any mesh may read, so files do not belong to ranks
         own_names = sorted(content["files"])[self.peers.rank :: self.peers.world_size]
-        shares = self.peers.run_on_all("verifying", lambda: manifest.damage(path, content["files"], names=own_names))
+        shares = self.peers.run_on_all("verifying", lambda: folder.damage(path, content["files"], names=own_names))
         damage = [problem for share in shares for problem in share]
         if not damage:
             self.verified[path] = content
@@ -81,7 +81,7 @@ class CheckpointFinder:
 
 def _folder_kind(source: Path) -> str:
     """What a folder is: "step", "run", or "steps" (a folder of steps, or nothing of the kind)."""
-    if folder.STEP.fullmatch(source.name) or (source / manifest.NAME).exists():
+    if folder.STEP.fullmatch(source.name) or (source / folder.MANIFEST).exists():
         return "step"
     return "run" if (source / "checkpoints").is_dir() else "steps"
 
@@ -89,6 +89,6 @@ def _folder_kind(source: Path) -> str:
 def _try_manifest(path: Path) -> tuple[dict[str, Any], str]:
     """(manifest, "") or ({}, problem): damage is an answer here, unlike the failure of a rank."""
     try:
-        return manifest.read(path), ""
+        return folder.read_manifest(path), ""
     except CheckpointError as error:
         return {}, error.message

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from titanyaml.checkpoint import manifest
+from titanyaml.checkpoint.folder import describe_file
 from titanyaml.checkpoint.peers import Peers
 from titanyaml.pipeline.protocol import first_names
 from titanyaml.rundir import fsync
@@ -116,10 +116,8 @@ class _Writer(FileSystemWriter):
 def write(folder: Path, flat: Mapping[str, Tensor], *, peers: Peers) -> dict[str, dict[str, Any]]:
     """Write tensors into ``folder``, to the disk; ``{file name: {"bytes", "sha256"}}`` of all ranks' files."""
     _run("writing", save, flat, peers, storage_writer=_Writer(folder, peers), planner=DefaultSavePlanner(**PLANNING))
-    files: dict[str, dict[str, Any]] = {}
-    for share in peers.run_on_all("syncing", lambda: _seal(folder, peers.rank)):
-        files |= share
-    return files
+    shares = peers.run_on_all("syncing", lambda: _seal(folder, peers.rank))
+    return {name: entry for share in shares for name, entry in share.items()}
 
 
 def _seal(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
@@ -130,7 +128,7 @@ def _seal(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
         owner = path.name.split("_")[2] if path.name.startswith("__") else "0"
         if owner == str(rank):
             fsync(path)
-            sealed[path.name] = manifest.describe(path)
+            sealed[path.name] = describe_file(path)
     return sealed
 
 

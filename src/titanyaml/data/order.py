@@ -79,14 +79,11 @@ class Permutation:
         assert 0 <= index < self.size
         # cycle walking: a cell beyond size is permuted again until it falls inside, which keeps this a permutation
         while True:
-            index = self._permute_cell(index)
+            row, column = divmod(index, self._columns)
+            for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
+                # each line can be undone by subtraction, whatever mix gives: hence a permutation of the grid
+                row = (row + mix(even ^ column)) % self._rows
+                column = (column + mix(odd ^ row)) % self._columns
+            index = row * self._columns + column
             if index < self.size:
                 return index
-
-    def _permute_cell(self, index: int) -> int:
-        row, column = divmod(index, self._columns)
-        for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
-            # each line can be undone by subtraction, whatever mix gives: hence a permutation of the grid
-            row = (row + mix(even ^ column)) % self._rows
-            column = (column + mix(odd ^ row)) % self._columns
-        return row * self._columns + column

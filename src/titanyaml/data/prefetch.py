@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator
@@ -66,9 +67,7 @@ def _produce(items: Iterator[T], out: queue.Queue[T | _QueueEnd], stop: threadin
 def _put(out: queue.Queue[T | _QueueEnd], item: T | _QueueEnd, stop: threading.Event) -> bool:
     """Whether the item went into the queue; False once ``stop`` is set."""
     while not stop.is_set():
-        try:
+        with contextlib.suppress(queue.Full):
             out.put(item, timeout=0.1)  # short: nobody may ever take an item again, and stop is looked at between
             return True
-        except queue.Full:
-            continue
     return False

@@ -115,12 +115,11 @@ def documents(spec: schema.Data, split: str) -> Iterator[str]:
     if source.fraction is None:
         yield from (document.text for document in source.documents())
         return
-    is_empty = True
-    for text in _split_texts(source, source.fraction, split):
-        is_empty = False
-        yield text
-    if is_empty:
+    texts = _split_texts(source, source.fraction, split)
+    if (first := next(texts, None)) is None:
         raise empty_split(source.title, source.fraction, split)
+    yield first
+    yield from texts
 
 
 def _split_texts(source: Source, fraction: float, split: str) -> Iterator[str]:

@@ -88,9 +88,8 @@ class StreamData(TokenData):
         # held out by the row's own number, empty rows included; a stream too short for the fraction holds out none,
         # since nobody knows in advance where it ends
         for row, document in enumerate(self._rows(cursor.row), cursor.row):
-            if fraction is not None and (holdout_hash(row) < limit) != (self._split == "validation"):
-                continue
-            if not document.text:
+            is_elsewhere = fraction is not None and (holdout_hash(row) < limit) != (self._split == "validation")
+            if is_elsewhere or not document.text:
                 continue
             ids = np.array([*self._tokenizer.encode(document.text), self._tokenizer.eos_id], dtype=np.int64)
             packing.check_ids(ids, self.vocab_size, document.name)

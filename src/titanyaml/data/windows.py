@@ -29,20 +29,15 @@ class PackedData(IndexedData):
         if corpus.max_id >= vocab_size:
             raise packing.vocabulary_error(corpus.max_id, vocab_size, corpus.max_id_document)
         self.seq_len, self.vocab_size = seq_len, vocab_size
-        self._tokens, self._pad_id, self._cache_dir = corpus.tokens, pad_id, cache_dir
-        self._title = source.title
-        bounds, num_documents = np.asarray(corpus.bounds), len(corpus.bounds) - 1
-        if source.fraction is None:
-            self._indices = np.arange(num_documents)
-        else:
-            self._indices = split_documents(num_documents, source.fraction, split)
+        self._tokens, self._pad_id, self._cache_dir, self._title = corpus.tokens, pad_id, cache_dir, source.title
+        bounds, count, fraction = np.asarray(corpus.bounds), len(corpus.bounds) - 1, source.fraction
+        self._indices = np.arange(count) if fraction is None else split_documents(count, fraction, split)
         # documents of the split are not contiguous in the file: starts count its tokens, ends those of the split
         self._starts = bounds[self._indices]
         self._ends = np.cumsum(bounds[self._indices + 1] - self._starts)
         self.num_tokens = int(self._ends[-1])
         assert self.num_tokens > 1  # a document is at least one token and its end
-        corpus_split = {"corpus": corpus.key, "split": split, "validation_fraction": source.fraction}
-        self.identity = corpus_split | {"seq_len": seq_len}
+        self.identity = {"corpus": corpus.key, "split": split, "validation_fraction": fraction, "seq_len": seq_len}
 
     def __len__(self) -> int:
         return packing.num_windows(self.num_tokens, self.seq_len)

@@ -160,19 +160,11 @@ class PipelineRuntime:
         loss = torch.empty(1, dtype=loss_dtype, device="meta", requires_grad=True)
         tokens = inputs["tokens_BS"]
         assert tokens is not None
-        self.stages = [
-            _LossStage(
-                part,
-                loss_fn=loss_fn,
-                stage_index=stage,
-                num_stages=last + 1,
-                device=self.device,
-                group=self.group,
-                input_args=stream if stage else tokens.to("meta"),
-                output_args=loss if stage == last else stream,
-            )
-            for stage, part in self.parts.items()
-        ]
+        common: dict[str, Any] = {"num_stages": last + 1, "device": self.device, "group": self.group}
+        for stage, part in self.parts.items():
+            shapes = {"input_args": stream if stage else tokens.to("meta")}
+            shapes["output_args"] = loss if stage == last else stream
+            self.stages.append(_LossStage(part, loss_fn=loss_fn, stage_index=stage, **shapes, **common))
         # the stage has computed the loss already; what is left is the division, the same for every microbatch
         options = {"loss_fn": lambda output, target: output.sum() / self.divisor}
         if partition.from_file:

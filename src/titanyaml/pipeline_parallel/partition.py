@@ -39,7 +39,6 @@ class PipelinePartition:
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
     def orders(self) -> list[list[Action]]:
-        """The actions of each rank in order."""
         if self.from_file:
             return actions.orders(actions.read(self.schedule))
         return schedule_orders(self.schedule, owners=self.owners, microbatches=self.microbatches)
@@ -111,9 +110,8 @@ def balanced_layers(facts: ModelFacts, *, seq_len: int, count: int) -> list[int]
     block_params = (facts.num_params - (1 if facts.tied else 2) * table_params) / facts.num_layers
     # the convention of ModelFacts.flops_per_token: attention is not halved for causality
     attention_flops = 12 * facts.num_heads * facts.head_dim * seq_len
-    return stages.split_decoder(
-        facts.num_layers, count, block_params=block_params, attention_flops=attention_flops, table_params=table_params
-    )
+    costs = {"block_params": block_params, "attention_flops": attention_flops}
+    return stages.split_decoder(facts.num_layers, count, **costs, table_params=table_params)
 
 
 def stages_table(partition: PipelinePartition) -> Table:

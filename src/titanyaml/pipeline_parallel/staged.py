@@ -18,10 +18,7 @@ from titanyaml.pipeline_parallel.partition import PipelinePartition
 
 
 class StagedModel(nn.Module):
-    """The stages of one rank, with the blocks of all of them as submodules.
-
-    Args:
-        whole: the model, on meta. rank: of the pipeline's ``group``. dtype: of the residual stream.
+    """The stages of one pipeline rank, with the blocks of all of them as submodules; ``whole``: the model, on meta.
 
     Attributes:
         parts: the stages, each a module of its own. runtime: runs them.

@@ -20,10 +20,8 @@ log = logging.getLogger("titanyaml.cache")
 def build_once(path: Path, build: Callable[[Path], None], *, what: str) -> Path:
     """``path`` if it exists; else the folder that ``build`` fills, which appears at ``path`` by one rename.
 
-    Any number of processes may call this at once: one builds, the others wait for it and use its result.
-
-    Args:
-        build: gets an empty folder beside ``path``. what: its name in log lines and errors.
+    Any number of processes may call this at once: one builds, the others wait for it and use its result. ``build`` gets
+    an empty folder beside ``path``; ``what`` is its name in log lines and errors.
     """
     if path.is_dir():
         return path

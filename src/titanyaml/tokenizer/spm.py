@@ -31,9 +31,7 @@ class SentencePieceTokenizer:
 
     A model that keeps text as it is (identity normalisation and byte fallback, as all that are trained here) returns
     every string exactly, U+2581 included. Any other model is used as it is, and a log line says that it changes text.
-
-    Args:
-        eos_token: the piece that ends a document; None: the model's own end of sentence.
+    ``eos_token``: the piece that ends a document; None: the model's own end of sentence.
     """
 
     def __init__(self, path: Path, *, eos_token: str | None = None) -> None:

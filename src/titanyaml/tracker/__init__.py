@@ -24,7 +24,7 @@ class Sink(Protocol):
 
     # whatever is unwritten has to be written in ``close``: a rank leaves by os._exit, which waits for no thread
     def close(self, state: str) -> None:
-        """Take the run's last state ("done", "failed", ...); must not raise, and return within seconds."""
+        """Take the run's last state: "done", "failed", "preempted" or "stopped"; must return soon and not raise."""
 
 
 class Trackers:
@@ -40,7 +40,6 @@ class Trackers:
             mirror.log(record)
 
     def close(self, state: str) -> None:
-        """End of the run: ``state`` is "done", "failed", "preempted" or "stopped"."""
         for mirror in self.mirrors:
             mirror.close(state)
 

@@ -34,8 +34,7 @@ class AimMirror:
 
     Args:
         config: its groups become searchable: ``run.train.steps == 200``, ``run['run']['seed'] == 0`` (Aim has ``run``).
-        capacity: records that may wait for Aim; further ones are dropped and counted.
-        close_s: how long ``close`` waits for Aim (seconds).
+        capacity: records that may wait; further ones are dropped and counted. close_s: ``close`` waits so long (s).
     """
 
     def __init__(self, config: Config, run: RunDir, *, capacity: int = 10_000, close_s: float = 60.0) -> None:
@@ -86,11 +85,10 @@ class AimMirror:
         except Exception as error:  # noqa: BLE001 - whatever Aim does, training goes on
             self._warn(f"could not be opened: {type(error).__name__}: {error}")
         while (record := self._queue.get()) is not None:
-            if aim_run is None:
-                continue  # the queue is emptied, or ``close`` would wait for room in it
             try:
-                track(aim_run, record)
-                self.num_written += 1
+                if aim_run is not None:  # else the queue is only emptied, or ``close`` would wait for room in it
+                    track(aim_run, record)
+                    self.num_written += 1
             except Exception as error:  # noqa: BLE001
                 self._warn(f"failed at step {record['step']}: {type(error).__name__}: {error}")
         try:
