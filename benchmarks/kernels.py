@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels import references
-from titanyaml.kernels import adamw, cross_entropy, float8_cast, float8_linear, float8_shards, square_sum
+from titanyaml.kernels import adamw, cross_entropy, float8_cast, float8_gather, float8_linear, square_sum
 from titanyaml.kernels.master_weights import join, split_master
 from titanyaml.loss import IGNORE_INDEX, chunked_cross_entropy
 
@@ -332,7 +332,7 @@ def bench_float8_shards(bench: Bench) -> dict[str, Any]:
     shards = [bench.randn(*shape, scale=0.02, dtype=torch.float32) for _ in range(4) for shape in shapes]
 
     def made(fused: bool) -> list[Tensor]:
-        copies = float8_shards.Float8Shards(shards, dtype=torch.bfloat16, fused=fused)
+        copies = float8_gather.Float8Shards(shards, dtype=torch.bfloat16, fused=fused)
         copies.cast(copies.amax())
         return copies.data
 
@@ -341,9 +341,9 @@ def bench_float8_shards(bench: Bench) -> dict[str, Any]:
         bench.same("float8_shards", *two) for two in zip(made(True), made(False), strict=True)
     )
     for fused in (True, False):
-        copies = float8_shards.Float8Shards(shards, dtype=torch.bfloat16, fused=fused)
+        copies = float8_gather.Float8Shards(shards, dtype=torch.bfloat16, fused=fused)
         for programs, tile in ((256, 4096), (128, 4096), (256, 8192), (64, 8192)) if fused else ((0, 0),):
-            with constants(float8_shards, PROGRAMS=programs, TILE=tile):
+            with constants(float8_gather, PROGRAMS=programs, TILE=tile):
                 name = f"ms_programs_{programs}_tile_{tile}" if fused else "torch_ms"
                 result[name] = bench.ms(lambda copies=copies: copies.cast(copies.amax()))
     x = bench.randn(bench.ffn, bench.dim).to(E4M3)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from typing import Any, cast
 
@@ -46,6 +44,7 @@ class Float8Matmul:
         linear, tensor = (_import(f"torchao.float8.{name}") for name in ("float8_linear", "float8_training_tensor"))
         base = ao.Float8LinearConfig.from_recipe_name(recipe.removeprefix("float8_"))
         self.config = dataclasses.replace(base, emulate=emulate)
+        self._weight_dtype = self.config.cast_config_weight.target_dtype
         gemms = (base.gemm_config_output, base.gemm_config_grad_input, base.gemm_config_grad_weight)
         self.gemms = tensor.LinearMMConfig(
             *(tensor.ScaledMMConfig(emulate, gemm.use_fast_accum, False, base.pad_inner_dim) for gemm in gemms)
@@ -63,10 +62,6 @@ class Float8Matmul:
             weight = self._cast(weight, self._weight_dtype, self.gemms, gemm_input_role=self._role)
         out = self._multiply(x, weight.t(), self.gemms, self.config)
         return out if bias is None else out + bias
-
-    @property
-    def _weight_dtype(self) -> torch.dtype:
-        return self.config.cast_config_weight.target_dtype
 
     def wrap_for_gather(self, weight: nn.Parameter) -> nn.Parameter:
         """The same weight as a parameter that FSDP casts to float8, with one scale, before it gathers it."""
@@ -126,31 +121,21 @@ def unwrap(tensor: Tensor) -> Tensor:
 
 def _import(name: str, *, quiet: bool = True) -> Any:
     """A module of torchao; a PipelineError if torchao is missing, or of a version that this file does not know."""
+    noisy = [logging.getLogger(logger) for logger in _NOISY_LOGGERS if quiet]
+    levels = [logger.level for logger in noisy]
+    for logger in noisy:
+        logger.setLevel(logging.ERROR)
     try:
-        with _silence() if quiet else nullcontext():
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError as error:
         try:
             installed = f"torchao {metadata.version('torchao')} is installed"
             installed += f"; {' and '.join(TRIED_TORCHAO)} are known to work"
         except metadata.PackageNotFoundError:
             installed = "torchao is not installed"
-        raise PipelineError(
-            f"cannot import {name}: {error}; {installed}",
-            key="quant.recipe",
-            hint="pip install torchao==0.18.0, or quant=none",
-        ) from error
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Only errors of the loggers that speak while torchao is imported."""
-    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
+        problem = f"cannot import {name}: {error}; {installed}"
+        hint = "pip install torchao==0.18.0, or quant=none"
+        raise PipelineError(problem, key="quant.recipe", hint=hint) from error
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in zip(noisy, levels, strict=True):
             logger.setLevel(level)

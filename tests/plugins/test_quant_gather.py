@@ -18,7 +18,7 @@ from titanyaml.config import schema
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import PipelineError
-from titanyaml.kernels.float8_shards import Float8Shards
+from titanyaml.kernels.float8_gather import Float8Shards
 from titanyaml.models import decoder
 from titanyaml.pipeline.resolve import after_step, verify
 from titanyaml.plugins.quant import Quantize
@@ -36,7 +36,7 @@ def of(built: Any) -> optim.AdamW:
 
 def train(built: Any, microbatches: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Losses of training and, in eager, of a validation after every step, and the last weights."""
-    optimizer, losses, seen, told = of(built), [], [], []
+    optimizer, losses, validation_losses, reports = of(built), [], [], []
     for number in range(STEPS):
         for tokens, labels in microbatches:
             value = loss(built.model, tokens, labels)
@@ -45,28 +45,33 @@ def train(built: Any, microbatches: list[tuple[Tensor, Tensor]]) -> dict[str, An
         optimizer.step(3e-3)
         optimizer.zero_grad()
         after_step(built.model, built.resolved)
-        told += verify(built.model, built.resolved, built.ctx) if number == 0 else []
+        reports += verify(built.model, built.resolved, built.ctx) if number == 0 else []
         if "compile" not in built.changes:  # without gradients it would be one more graph
             with torch.no_grad():
-                seen.append(loss(built.model, *microbatches[0]).item())
+                validation_losses.append(loss(built.model, *microbatches[0]).item())
     weights = {name: whole(optimizer.master(name)) for name in optimizer.names}
-    return {"losses": losses, "seen": seen, "weights": weights, "told": {name: change.summary for name, change in told}}
+    return {
+        "losses": losses,
+        "seen": validation_losses,
+        "weights": weights,
+        "told": {name: change.summary for name, change in reports},
+    }
 
 
 def on_mesh(rank: int, dims: ParallelDims, changes: dict, forwards: int, pipelines: list) -> list[dict]:
     """The same training with each of some pipelines, and how often weights were cast."""
-    found, mesh, inner = [], dims.build("cpu"), Float8Shards.cast
+    results, mesh, inner = [], dims.build("cpu"), Float8Shards.cast
     tokens, labels = batch(forwards, dims.data_degree, 2)
-    mine, calls = dims.data_rank(mesh), []
+    data_rank, calls = dims.data_rank(mesh), []
     Float8Shards.cast = lambda self, largest: calls.append(len(self.data)) or inner(self, largest)
     try:
         for nodes in pipelines:
             torch.compiler.reset()
             calls.clear()
             built = build({**nodes, "fsdp": FSDP}, model_spec=sizes(), dims=dims, mesh=mesh, **changes)
-            got = train(built, [(tokens[i, mine], labels[i, mine]) for i in range(forwards)])
-            found.append({**got, "casts": list(calls)})
-        return found
+            got = train(built, [(tokens[i, data_rank], labels[i, data_rank]) for i in range(forwards)])
+            results.append({**got, "casts": list(calls)})
+        return results
     finally:
         Float8Shards.cast = inner
 
@@ -104,7 +109,7 @@ def test_a_gather_in_float8_changes_no_bit(mesh: str) -> None:
 def test_two_ranks_are_one_process_that_reads_their_batches_in_turn() -> None:
     tokens, labels = batch(1, 2, 2)
     alone = train(build({"quant": PLAIN}, model_spec=sizes(), **FLOAT32), list(zip(tokens[0], labels[0], strict=True)))
-    ranks = [found for [found] in run_ranks(on_mesh, 2, FSDP2, FLOAT32, 1, [{"quant": GATHERED}])]
+    ranks = [result for [result] in run_ranks(on_mesh, 2, FSDP2, FLOAT32, 1, [{"quant": GATHERED}])]
     for number in range(STEPS):
         assert [rank["losses"][number] for rank in ranks] == alone["losses"][2 * number : 2 * number + 2]
     assert [n for n, w in alone["weights"].items() if not torch.equal(ranks[0]["weights"][n], w)] == []
@@ -112,7 +117,7 @@ def test_two_ranks_are_one_process_that_reads_their_batches_in_turn() -> None:
 
 def written(rank: int, path: str) -> dict[str, list[float]]:
     """Validation losses after weights were written in every way but a step's, with and without float8 gathers."""
-    found = {}
+    losses_by_kind = {}
     for name, quant in {"plain": PLAIN, "gathered": GATHERED}.items():
         built = build(
             {"quant": quant, "fsdp": FSDP}, model_spec=sizes(), dims=FSDP2, mesh=FSDP2.build("cpu"), **FLOAT32
@@ -121,9 +126,9 @@ def written(rank: int, path: str) -> dict[str, list[float]]:
         weights = {"model": optimizer.weights()}
         parameter, losses = built.model.layers[1].feed_forward.w2.weight, []
 
-        def look(model: Any = built.model, seen: list = losses, tokens: Any = tokens) -> None:
+        def look(model: Any = built.model, losses_seen: list = losses, tokens: Any = tokens) -> None:
             with torch.no_grad():
-                seen.append(loss(model, *tokens).item())
+                losses_seen.append(loss(model, *tokens).item())
 
         look()
         checkpoints = make(Path(path) / name, env=Env.from_environ("cpu"))
@@ -133,8 +138,8 @@ def written(rank: int, path: str) -> dict[str, list[float]]:
             look()
             weights["model"]["layers.1.feed_forward.w2.weight"].to_local().add_(0.1)
             look()
-        for other in built.model.parameters():
-            other.data.mul_(1.5)
+        for weight in built.model.parameters():
+            weight.data.mul_(1.5)
         look()
         value = loss(built.model, *tokens)
         value.backward()
@@ -144,14 +149,14 @@ def written(rank: int, path: str) -> dict[str, list[float]]:
         checkpoints.load(checkpoints.latest(), weights)
         optimizer.load(weights["model"])
         look()
-        found[name] = losses
-    return found
+        losses_by_kind[name] = losses
+    return losses_by_kind
 
 
 def test_no_old_copy_is_gathered_whoever_writes(tmp_path: Path) -> None:
-    for found in run_ranks(written, 2, str(tmp_path)):
-        assert found["gathered"] == found["plain"]
-        assert found["plain"][-1] == found["plain"][0] and len(set(found["plain"])) == 5
+    for losses in run_ranks(written, 2, str(tmp_path)):
+        assert losses["gathered"] == losses["plain"]
+        assert losses["plain"][-1] == losses["plain"][0] and len(set(losses["plain"])) == 5
 
 
 def quantized(ranks: int, **changes: Any) -> tuple[Quantize, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -64,9 +65,8 @@ def measure(
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     # all that changes a time, except the place
-    key = (
-        f"torch {torch.__version__}; {name}; {dtype}; tp {group.size}; {batch} sequences; {dist.get_world_size()} ranks"
-    )
+    sizes = f"tp {group.size}; {batch} sequences; {dist.get_world_size()} ranks"
+    key = f"torch {torch.__version__}; {name}; {dtype}; {sizes}"
     times = _read(cache, key)
     if not all(str(collective) in times for collective in places):
         clock = clock or event_clock
@@ -102,9 +102,8 @@ def calls(
             return scatter_sum(product_MN.view(batch, length, -1), group)
 
         def float8_fused() -> Tensor:
-            slices = float8_matmul_exchange(
-                [x_MK], [w_KN], [scale], [scale], batch, True, dtype, group.size, group.name
-            )
+            sides = [x_MK], [w_KN], [scale], [scale]
+            slices = float8_matmul_exchange(*sides, batch, True, dtype, group.size, group.name)
             # Additions are much faster than torch's sum over a dimension, slower than the sum that Inductor compiles.
             return reduce(torch.add, slices)
 
@@ -145,10 +144,8 @@ def _read(cache: Path | None, key: str) -> dict[str, list[float]]:
     """The times in rank 0's file, on every rank; empty if it cannot be read, so that all are measured again."""
     times: dict[str, list[float]] = {}
     if dist.get_rank() == 0 and cache is not None and cache.exists():
-        try:
+        with suppress(OSError, ValueError, KeyError):
             times = dict(json.loads(cache.read_text())[key])
-        except (OSError, ValueError, KeyError):
-            times = {}
     box = [times]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
@@ -157,8 +154,7 @@ def _read(cache: Path | None, key: str) -> dict[str, list[float]]:
 def _write(cache: Path | None, key: str, times: dict[str, list[float]]) -> None:
     if cache is None or dist.get_rank() != 0:
         return
-    try:
-        content = json.loads(cache.read_text()) if cache.exists() else {}
-    except ValueError:
-        content = {}
+    content: dict[str, Any] = {}
+    with suppress(FileNotFoundError, ValueError):
+        content = json.loads(cache.read_text())
     atomic_write(cache, json.dumps(content | {key: times}, indent=1) + "\n")

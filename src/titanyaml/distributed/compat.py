@@ -155,19 +155,9 @@ def produce_and_exchange(produce: Callable[[int, Tensor], None], output: Tensor,
     _symmetric_memory._pipelined_produce_and_all2all(produce, output, cast(Any, group_name))
 
 
-def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """``torch.linalg.vector_norm`` of each tensor, accumulated in ``dtype``; a few kernels for all of them on a GPU."""
-    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
-
-
-def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor in place by the 0-dim ``factor``."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def foreach_copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, rounding to the target's dtype."""
-    torch._foreach_copy_(targets, sources)
+#: Operators on lists of tensors, a few kernels for all of them on a GPU: norms of each, accumulated in ``dtype``;
+#: multiplication by one factor, and copies that round to the targets' dtypes, in place.
+foreach_norm, foreach_mul_, foreach_copy_ = torch._foreach_norm, torch._foreach_mul_, torch._foreach_copy_
 
 
 def scaled_mm(
@@ -227,16 +217,9 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 def make_wrapper_tensor(kind: type[Tensor], like: Tensor, *, dtype: torch.dtype | None = None) -> Any:
     """A tensor of the subclass ``kind`` without memory of its own, with the metadata of ``like``; dtype None: its."""
-    return Tensor._make_wrapper_subclass(
-        kind,
-        like.size(),
-        strides=like.stride(),
-        storage_offset=like.storage_offset(),
-        dtype=dtype or like.dtype,
-        layout=like.layout,
-        device=like.device,
-        requires_grad=like.requires_grad,
-    )
+    memory: dict[str, Any] = {"strides": like.stride(), "storage_offset": like.storage_offset(), "layout": like.layout}
+    options: dict[str, Any] = {"device": like.device, "requires_grad": like.requires_grad}
+    return Tensor._make_wrapper_subclass(kind, like.size(), dtype=dtype or like.dtype, **memory, **options)
 
 
 def local_shard_object(tensor: DTensor) -> Tensor:
@@ -283,10 +266,8 @@ def ignore_profiler_ops_in_recomputation() -> None:
 
 def record_memory_history(max_entries: int | None) -> None:
     """Record the newest ``max_entries`` CUDA allocations and frees from now on; None stops and forgets."""
-    if max_entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+    options: dict[str, Any] = {"enabled": None} if max_entries is None else {"max_entries": max_entries}
+    torch.cuda.memory._record_memory_history(**options)
 
 
 def dump_memory_snapshot(path: Path) -> None:
@@ -300,9 +281,8 @@ def schedule_rows(name: str, *, owners: Sequence[int], microbatches: int) -> lis
 
     # A schedule is a pure function of these numbers: stand-ins for stages spare a model and a process group.
     numbers = {"num_stages": len(owners), "group_size": max(owners) + 1, "group_rank": 0, "submod": None}
-    stages: list[Any] = [
-        SimpleNamespace(stage_index=stage, **numbers) for stage, owner in enumerate(owners) if owner == 0
-    ]
+    first_rank_stages = [stage for stage, owner in enumerate(owners) if owner == 0]
+    stages: list[Any] = [SimpleNamespace(stage_index=stage, **numbers) for stage in first_rank_stages]
     schedule_class: Any = get_schedule_class(name)
     is_single = issubclass(schedule_class, PipelineScheduleSingle)
     schedule = schedule_class(stages[0] if is_single else stages, microbatches, loss_fn=abs)

@@ -218,12 +218,9 @@ def _eligible(group_name: str) -> Iterator[None]:
 def register_cpu_kernels() -> None:
     """Kernels that gather, then multiply, and multiply, then scatter: for a check of function on gloo ranks."""
     library = torch.library.Library("symm_mem", "IMPL")
-    for pair in (
-        "all_gather_matmul",
-        "all_gather_scaled_matmul",
-        "matmul_reduce_scatter",
-        "scaled_matmul_reduce_scatter",
-    ):
+    fused_pairs = [f"all_gather_{matmul}" for matmul in ("matmul", "scaled_matmul")]
+    fused_pairs += [f"{matmul}_reduce_scatter" for matmul in ("matmul", "scaled_matmul")]
+    for pair in fused_pairs:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::fused_{pair}", "CPU"):
             library.impl(f"fused_{pair}", getattr(_symmetric_memory, f"_fused_{pair}_fallback"), "CPU")
     _LIBRARIES.append(library)

@@ -77,13 +77,9 @@ def start(env: Env, *, timeout_s: float) -> None:
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)
     if env.world_size > 1:
-        dist.init_process_group(
-            env.backend,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=env.device if env.device.type == "cuda" else None,
-        )
+        gpu = env.device if env.device.type == "cuda" else None
+        limit = timedelta(seconds=timeout_s)
+        dist.init_process_group(env.backend, rank=env.rank, world_size=env.world_size, timeout=limit, device_id=gpu)
 
 
 def set_timeout(seconds: float) -> None:

@@ -19,16 +19,9 @@ from titanyaml.distributed import compat
 
 
 def float8_matmul_exchange(
-    lefts: list[Tensor],
-    rights: list[Tensor],
-    left_scales: list[Tensor],
-    right_scales: list[Tensor],
-    batch: int,
-    fast_accum: bool,
-    dtype: torch.dtype,
-    size: int,
-    group_name: str,
-) -> Tensor:
+    lefts: list[Tensor], rights: list[Tensor], left_scales: list[Tensor], right_scales: list[Tensor],
+    batch: int, fast_accum: bool, dtype: torch.dtype, size: int, group_name: str,
+) -> Tensor:  # fmt: skip
     """Every rank's sum of matmuls in this rank's slice of the sequence, [R, B, S/R, N]; the caller adds over R.
 
     Args:
@@ -48,10 +41,8 @@ def float8_matmul_exchange(
         """This rank's summand of another rank's slice. One matmul writes, the others are added in its dtype."""
         operands = zip(lefts_RLK, rights, left_scales_R, right_scales, strict=True)
         for index, (left_RLK, right_KN, scale_R, right_scale) in enumerate(operands):
-            out = None if index else out_LN
-            product_LN = compat.scaled_mm(
-                left_RLK[rank], right_KN, scale_R[rank], right_scale, fast_accum=fast_accum, dtype=dtype, out=out
-            )
+            sides, out = (left_RLK[rank], right_KN, scale_R[rank], right_scale), None if index else out_LN
+            product_LN = compat.scaled_mm(*sides, fast_accum=fast_accum, dtype=dtype, out=out)
             if index:
                 out_LN += product_LN
 

@@ -17,11 +17,7 @@ class ParallelDims(Degrees):
 
     @classmethod
     def resolve(cls, parallel: schema.Parallel, world_size: int) -> ParallelDims:
-        """The configured degrees, -1 derived from the number of ranks.
-
-        Raises:
-            ConfigError: no degrees fit ``world_size`` ranks.
-        """
+        """The configured degrees, -1 derived from the number of ranks; ConfigError if none fit."""
         return cls(**resolve_degrees(parallel, world_size=world_size))
 
     def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:

@@ -103,20 +103,15 @@ def _shard_of(grad: Tensor) -> tuple[_ShardAxes, Tensor]:
 
 def _local_norm(shards: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Norm of this rank's shards: each in ``dtype``, combined in float64 (0-dim)."""
-    pieces = [piece for shard in shards for piece in _pieces(shard)]
+    pieces = [shard for shard in shards if shard.numel()]  # an empty shard has no largest value
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(compat.foreach_norms(pieces, norm_type, dtype)).double()
+    if device.type == "cpu":
+        # Here torch adds float32 squares one after the other: a single sum over 50 million elements was off by 4e-3,
+        # chunks of 65,536 by 2e-7 at the same speed. On a GPU the sum is a tree.
+        pieces = [piece for shard in pieces for piece in shard.reshape(-1).split(_CPU_CHUNK)]
+    norms = torch.stack(list(compat.foreach_norm(pieces, norm_type, dtype=dtype))).double()
     return torch.linalg.vector_norm(norms, norm_type)
-
-
-def _pieces(shard: Tensor) -> Sequence[Tensor]:
-    """Pieces over which a float32 sum is accurate; none of an empty shard, which has no largest value."""
-    # On a CPU torch adds float32 squares one after the other: a single sum over 50 million elements was off by 4e-3,
-    # chunks of 65,536 by 2e-7 at the same speed. On a GPU the sum is a tree.
-    if shard.numel() == 0:
-        return ()
-    return shard.reshape(-1).split(_CPU_CHUNK) if shard.device.type == "cpu" else (shard,)
 
 
 def _reduce(groups: list[dist.ProcessGroup], norm: Tensor, norm_type: float) -> Tensor:

@@ -43,17 +43,13 @@ def check_replicas_match(named_tensors: Iterable[tuple[str, Tensor]], env: Env) 
     if env.world_size == 1:
         return
     sums = {(name, _shard_of(tensor)): checksum(local(tensor)) for name, tensor in named_tensors}
-    sums_by_rank = comm.gather_objects(sums, env)
-    # the lowest rank that holds a shard, since later entries of the reversed walk replace earlier ones
-    first = {
-        key: (rank, sums_by_rank[rank][key]) for rank in reversed(range(env.world_size)) for key in sums_by_rank[rank]
-    }
-    different = {
-        key[0]: (first[key][0], rank)
-        for rank, rank_sums in enumerate(sums_by_rank)
-        for key, value in rank_sums.items()
-        if value != first[key][1]
-    }
+    first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # lowest rank that holds a shard, and its checksum
+    different: dict[str, tuple[int, int]] = {}
+    for rank, rank_sums in enumerate(comm.gather_objects(sums, env)):
+        for key, value in rank_sums.items():
+            first_rank, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                different[key[0]] = first_rank, rank
     if different:
         name, (first_rank, other_rank) = next(iter(different.items()))
         more = f" and {len(different) - 1} more tensors" if len(different) > 1 else ""
@@ -78,6 +74,5 @@ def _shard_of(tensor: Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     coordinates = tensor.device_mesh.get_coordinate() or ()
-    return tuple(
-        at for at, placement in zip(coordinates, tensor.placements, strict=True) if not placement.is_replicate()
-    )
+    axes = zip(coordinates, tensor.placements, strict=True)
+    return tuple(coordinate for coordinate, placement in axes if not placement.is_replicate())

@@ -167,16 +167,9 @@ def float8_linear(x: Tensor | Float8Operand, w_NK: Tensor, options: Float8Option
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w_NK: Tensor,
-        data_MK: Tensor,
-        inverse_M1: Tensor,
-        data_KM: _Copy,
-        inverse_K1: _Copy,
-        options: Float8Options,
-        gradient_amax_by_producer: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, w_NK: Tensor, data_MK: Tensor, inverse_M1: Tensor, data_KM: _Copy, inverse_K1: _Copy,
+        options: Float8Options, gradient_amax_by_producer: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.options, ctx.amax_by_producer = options, gradient_amax_by_producer
         ctx.is_gathered = isinstance(w_NK, GatheredWeight)
         if ctx.is_gathered:

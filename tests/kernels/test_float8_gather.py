@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from titanyaml.kernels import float8_cast as cast_module
-from titanyaml.kernels import float8_shards as module
+from titanyaml.kernels import float8_gather as module
 from titanyaml.kernels.float8_cast import compute_amax, float8_cast, transpose_float8
-from titanyaml.kernels.float8_shards import Float8Shards
+from titanyaml.kernels.float8_gather import Float8Shards
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
