@@ -74,7 +74,7 @@ def test_product_is_unknown_while_a_degree_is_derived() -> None:
 def test_any_axis_can_be_derived(axis: str) -> None:
     degrees = resolve_degrees(schema.Parallel(**{"dp_replicate": 2, axis: -1}), world_size=8)
     assert degrees[axis] == (8 if axis == "dp_replicate" else 4)
-    assert math.prod(degrees[one] for one in MESH_AXES) == 8
+    assert math.prod(degrees[name] for name in MESH_AXES) == 8
 
 
 def test_derived_ep_takes_all_that_it_may() -> None:

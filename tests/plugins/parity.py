@@ -137,8 +137,8 @@ def train(built: Built, case: Case, env: Env, inner: optim.AdamW | None = None) 
     results = []
     for number in range(case.steps):
         tokens = sum(valid_tokens(batches(number, case.accumulation, rank, SEQUENCES)) for rank in range(SEQUENCES))
-        mine = batches(number, case.accumulation, dims.data_rank(mesh), dims.data_degree)
-        results.append(step(mine, tokens=tokens, lr=1e-2))
+        share = batches(number, case.accumulation, dims.data_rank(mesh), dims.data_degree)
+        results.append(step(share, tokens=tokens, lr=1e-2))
         if number == 0:
             verify(built.model, built.resolved, built.ctx)
     return {
@@ -179,16 +179,16 @@ def one_process(case: Case, **changes: Any) -> dict[str, Any]:
     return train(build(nodes, model_spec=case.spec(), **changes), case, Env.from_environ("cpu", environ={}))
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Initial weights bit for bit; losses within 1e-9, norms and every gradient within 1e-8 of its size; of mixtures
     also loads and biases."""
-    assert found["names"] == set(expected["initial"]), "a parameter was renamed"
-    assert [n for n, value in expected["initial"].items() if not torch.equal(found["initial"][n], value)] == []
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-9, rel=0)
-    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-8)
-    assert found["routing"] == [pytest.approx(row, rel=1e-9) for row in expected["routing"]]
-    assert all(torch.equal(a, b) for a, b in zip(found["biases"], expected["biases"], strict=True))
-    for mine, wanted in zip(found["grads"], expected["grads"], strict=True):
-        assert mine.keys() == wanted.keys()
-        for parameter, grad in wanted.items():
-            assert (mine[parameter] - grad).norm() <= 1e-8 * grad.norm(), parameter
+    assert actual["names"] == set(expected["initial"]), "a parameter was renamed"
+    assert [n for n, value in expected["initial"].items() if not torch.equal(actual["initial"][n], value)] == []
+    assert actual["losses"] == pytest.approx(expected["losses"], abs=1e-9, rel=0)
+    assert actual["norms"] == pytest.approx(expected["norms"], rel=1e-8)
+    assert actual["routing"] == [pytest.approx(row, rel=1e-9) for row in expected["routing"]]
+    assert all(torch.equal(a, b) for a, b in zip(actual["biases"], expected["biases"], strict=True))
+    for grads, expected_grads in zip(actual["grads"], expected["grads"], strict=True):
+        assert grads.keys() == expected_grads.keys()
+        for parameter, grad in expected_grads.items():
+            assert (grads[parameter] - grad).norm() <= 1e-8 * grad.norm(), parameter

@@ -54,13 +54,13 @@ def saved_bytes(nodes):
 def test_loss_and_gradients_are_bit_equal(mode, document_mask):
     tokens_BS, labels_BS = batch(2)
     documents_BS = torch.arange(tokens_BS.shape[1]).div(5, rounding_mode="floor").expand_as(tokens_BS)
-    found = []
+    results = []
     for nodes in ({}, ac(mode)):
         model = build(nodes, model_spec=spec(document_mask=document_mask, qk_norm=document_mask)).model
         value = loss_of_documents(model, tokens_BS, labels_BS, documents_BS)
         value.backward()
-        found.append((value, {name: parameter.grad for name, parameter in model.named_parameters()}))
-    (plain, plain_grads), (value, grads) = found
+        results.append((value, {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (plain, plain_grads), (value, grads) = results
     assert torch.equal(value, plain)
     assert grads.keys() == plain_grads.keys()
     assert all(torch.equal(grads[name], plain_grads[name]) for name in grads)

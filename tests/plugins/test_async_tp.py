@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,83 +13,30 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.plugins import inductor_graphs
+from tests.plugins.async_tp_cases import (
+    ASYNC,
+    AUTO,
+    FSDP2_TP2,
+    GRAPH,
+    NO_PRODUCT,
+    SLOWER,
+    TP2,
+    clocked,
+    compiles_float64,
+    fused,
+    on_fake_ranks,
+    release,
+)
+from tests.plugins.async_tp_cases import release_inductor as release_inductor  # a fixture of every test
 from tests.plugins.inductor_graphs import GRAPHS
 from tests.plugins.parity import EVERYTHING, FULL, SELECTIVE, TP, VOCAB, WHOLE, Case, assert_equal, on_mesh, one_process
-from tests.plugins.small import COMPILE, FSDP, Built, batch, build, context, loss, spec
+from tests.plugins.small import COMPILE, FSDP, build, context, spec
 from tests.ranks import run_ranks
-from titanyaml.distributed import async_tp_times, compat, compat_compile, float8_reduce_scatter
-from titanyaml.distributed.collective_places import CollectivePlace, block_places
-from titanyaml.distributed.mesh import ParallelDims
-from titanyaml.distributed.tensor import TensorGroup, scatter_sum
+from titanyaml.distributed import async_tp_times, compat, compat_compile
+from titanyaml.distributed.graph_matmuls import block_places
+from titanyaml.distributed.tensor import TensorGroup
 from titanyaml.errors import PipelineError
-from titanyaml.kernels import float8_linear
 from titanyaml.pipeline.resolve import resolve, verify
-from titanyaml.plugins.async_tp import AsyncTensorParallel
-from titanyaml.plugins.quant import Quantize
-
-ASYNC = {"_target_": "titanyaml.plugins.async_tp.AsyncTensorParallel"}
-GRAPH = {**COMPILE, "backend": inductor_graphs.BACKEND}
-TP2, FSDP2_TP2 = ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2)
-BFLOAT16 = {"param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-ROWS_NEED = "this torch (2.11) has no float8 products with a scale a row on a CPU"
-NO_PRODUCT = "what is scattered is no matrix product of this graph, and no sum of such alone"
-
-
-def scales_rows() -> bool:
-    a, ones = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
-    try:
-        compat.scaled_mm(a, a.t(), ones, ones.t())
-    except RuntimeError:
-        return False
-    return True
-
-
-def compiles_float64() -> bool:
-    """torch 2.11 takes the log-sum-exp of fused attention for float32."""
-    with compat.fake_tensors():
-        q = torch.ones(1, 1, 2, 8, dtype=torch.float64)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[1].dtype == q.dtype
-
-
-@pytest.fixture(autouse=True)
-def release_inductor() -> Iterator[None]:
-    yield
-    release()
-
-
-def release() -> None:
-    import torch._inductor.config as config
-
-    config.post_grad_custom_pre_pass = None
-    torch.compiler.reset()
-
-
-def fused(forward: tuple[int, int], backward: tuple[int, int], left: str = "none") -> str:
-    return (
-        f"fused in the compiled graphs, forward + backward: {forward[0]} + {backward[0]} all-gathers, "
-        f"{forward[1]} + {backward[1]} reduce-scatters; left as they are: {left}"
-    )
-
-
-def on_fake_ranks(
-    nodes: dict[str, Any], *, sequences: int = 2, model: dict[str, Any] | None = None, hook: Any = None
-) -> Built:
-    """A forward and a backward on rank 0 of two that do not exist: its graphs are those of a real one.
-
-    Args:
-        hook: forward pre-hook of each feed-forward, which acts on what was gathered.
-    """
-    inductor_graphs.register()
-    GRAPHS.clear()
-    sizes = {"vocab_size": VOCAB, "num_layers": 2} | (model or {})
-    built = build(
-        {"tp": TP, "async_tp": ASYNC} | nodes, model_spec=spec(**sizes), dims=TP2, mesh=TP2.build("cpu"), **BFLOAT16
-    )
-    for layer in built.model.layers if hook else ():
-        layer.feed_forward.register_forward_pre_hook(hook)
-    tokens_BS, labels_BS = (part % VOCAB for part in batch(sequences))
-    loss(built.model, tokens_BS, labels_BS).backward()
-    return built
 
 
 @pytest.mark.parametrize(
@@ -113,7 +59,7 @@ def test_what_is_fused_in_a_block(nodes, sequences, model, forward, backward, le
         assert graph["fused_all_gather_matmul"] == gathers
         assert graph["fused_matmul_reduce_scatter"] == scatters
         assert graph["all_gather_into_tensor"] == 0
-        assert graph["reduce_scatter_tensor"] == sum(where == side for where, _ in left)
+        assert graph["reduce_scatter_tensor"] == sum(unfused_side == side for unfused_side, _ in left)
     reasons = [f"1 {kind} {side}: {reason}" for (side, kind), reason in left.items()]
     assert change.summary == fused(forward, backward, "; ".join(reasons) or "none")
 
@@ -124,9 +70,9 @@ def test_only_what_was_asked_for_is_fused() -> None:
         change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
     assert [graph["fused_all_gather_matmul"] for graph in GRAPHS] == [2, 2]
     assert [graph["reduce_scatter_tensor"] for graph in GRAPHS] == [2, 2]
-    left = [f"2 reduce-scatters {side}: not in compile.async_tp_ops" for side in ("backward", "forward")]
+    unfused = [f"2 reduce-scatters {side}: not in compile.async_tp_ops" for side in ("backward", "forward")]
     assert change.summary == (
-        f"fused in the compiled graphs, forward + backward: 2 + 2 all-gathers; left as they are: {'; '.join(left)}"
+        f"fused in the compiled graphs, forward + backward: 2 + 2 all-gathers; left as they are: {'; '.join(unfused)}"
     )
 
 
@@ -142,28 +88,10 @@ def test_a_budget_of_recomputation_and_fusions() -> None:
     assert changes["async_tp"].summary.startswith("fused in the compiled graphs, forward + backward: 2 + ")
 
 
-AUTO = {**ASYNC, "operators": ["auto"]}
-SLOWER = "measured slower when fused"
-
-
-def clocked(monkeypatch, wins: Callable[[CollectivePlace], bool]) -> list[CollectivePlace]:
-    """A clock that says of each place, apart and fused, what ``wins`` wants; the places that it is asked about."""
-    asked, calls = [], async_tp_times.calls
-
-    def told(place, group, **options):
-        asked.append(place)
-        assert all(map(callable, calls(place, group, **options)))
-        return 1.0, 0.5 if wins(place) else 0.99  # less than the margin
-
-    monkeypatch.setattr(async_tp_times, "calls", told)
-    monkeypatch.setattr(AsyncTensorParallel, "clock", staticmethod(lambda milliseconds: milliseconds))
-    return asked
-
-
 def test_auto_fuses_what_was_measured_to_gain(monkeypatch, tmp_path) -> None:
     """Gathers alone, where recomputation repeats some of their products; then from the file, with another clock."""
-    asked = clocked(monkeypatch, lambda place: place.kind == "all_gather")
-    for again in (False, True):
+    timed = clocked(monkeypatch, lambda collective: collective.kind == "all_gather")
+    for is_cached in (False, True):
         with compat.fake_process_group(2):
             built = on_fake_ranks({"compile": GRAPH, "ac": SELECTIVE, "async_tp": {**AUTO, "cache_dir": str(tmp_path)}})
             change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
@@ -175,18 +103,18 @@ def test_auto_fuses_what_was_measured_to_gain(monkeypatch, tmp_path) -> None:
             f"reduce-scatters; left as they are: 2 reduce-scatters backward: {SLOWER}; "
             f"2 reduce-scatters forward: {SLOWER}"
         )
-        told = built.changes["async_tp"].summary
-        assert "all_gather 32x32 to 8+8+16 1.000 ms, fused 0.500: fused" in told
-        assert "reduce_scatter 32x56 to 32 1.000 ms, fused 0.990: left" in told
-        assert bool(asked) is not again
-        asked = clocked(monkeypatch, lambda place: False)
+        summary = built.changes["async_tp"].summary
+        assert "all_gather 32x32 to 8+8+16 1.000 ms, fused 0.500: fused" in summary
+        assert "reduce_scatter 32x56 to 32 1.000 ms, fused 0.990: left" in summary
+        assert bool(timed) is not is_cached
+        timed = clocked(monkeypatch, lambda collective: False)
     (key,) = json.loads((tmp_path / "async_tp.json").read_text())
     assert key == f"torch {torch.__version__}; cpu; torch.bfloat16; tp 2; 2 sequences; 2 ranks"
 
 
 def test_auto_leaves_a_sum_alone_that_would_lose(monkeypatch) -> None:
     """Its products are not put side by side either. One place wins, so that it is no error."""
-    clocked(monkeypatch, lambda place: place.kind == "reduce_scatter" and place.inner == 28)  # down
+    clocked(monkeypatch, lambda collective: collective.kind == "reduce_scatter" and collective.inner == 28)  # down
     with compat.fake_process_group(2):
         built = on_fake_ranks({"compile": GRAPH, "async_tp": AUTO})
         verify(built.model, built.resolved, built.ctx)
@@ -195,7 +123,7 @@ def test_auto_leaves_a_sum_alone_that_would_lose(monkeypatch) -> None:
 
 
 def test_auto_that_wins_nowhere_says_so_loudly(monkeypatch, caplog) -> None:
-    clocked(monkeypatch, lambda place: False)
+    clocked(monkeypatch, lambda collective: False)
     with compat.fake_process_group(2), caplog.at_level("WARNING"):
         built = on_fake_ranks({"compile": GRAPH, "async_tp": AUTO})
         change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
@@ -221,16 +149,16 @@ def timed_apart(rank: int, folder: str) -> list[tuple[str, float, float]]:
     group = TensorGroup.of(mesh["tp"])
     compat_async_tp = importlib.import_module("titanyaml.distributed.compat_async_tp")
     compat_async_tp.register_cpu_kernels()
-    places = block_places(16, 12, [(8, 4)], [6])
-    for place in places:
+    collectives = block_places(16, 12, [(8, 4)], [6])
+    for collective in collectives:
         torch.manual_seed(0)
         apart, together = (
-            call() for call in async_tp_times.calls(place, group, batch=2, dtype=torch.float64, device=cpu)
+            call() for call in async_tp_times.calls(collective, group, batch=2, dtype=torch.float64, device=cpu)
         )
         together = [together] if isinstance(together, torch.Tensor) else together
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(apart, together, strict=True))
     times = async_tp_times.measure(
-        places,
+        collectives,
         group,
         batch=2,
         dtype=torch.float64,
@@ -238,7 +166,7 @@ def timed_apart(rank: int, folder: str) -> list[tuple[str, float, float]]:
         cache=Path(folder) / "times.json",
         clock=lambda call: 1.0 + rank,
     )
-    return [(str(place), time.apart, time.fused) for place, time in times.items()]
+    return [(str(collective), time.apart, time.fused) for collective, time in times.items()]
 
 
 def test_all_ranks_see_the_slowest_rank(tmp_path) -> None:
@@ -253,103 +181,6 @@ def test_all_ranks_see_the_slowest_rank(tmp_path) -> None:
         "reduce_scatter 16x6 to 12",
         "reduce_scatter 16x12 to 12",
     ]
-
-
-@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp"])
-def test_float8_layers_cast_between_the_gather_and_the_product(recipe: str) -> None:
-    """Emulated: so no gather is fused, which is an error, and of the scatters those of the backward pass."""
-    quant = {"_target_": "titanyaml.plugins.quant.Quantize", "recipe": recipe, "emulate": True}
-    sizes = {"dim": 64, "ffn_dim": 64, "num_kv_heads": 4}
-    with compat.fake_process_group(2):
-        built = on_fake_ranks({"quant": quant, "compile": GRAPH}, model=sizes)
-        with pytest.raises(PipelineError, match="no all-gather was fused") as error:
-            verify(built.model, built.resolved, built.ctx)
-    assert error.value.problems[0].hint == "compile.async_tp_ops=[reduce_scatter] or compile.async_tp=false"
-    assert [graph["fused_matmul_reduce_scatter"] for graph in GRAPHS] == [0, 2]
-    assert [graph["all_gather_into_tensor"] for graph in GRAPHS] == [2, 2]
-
-
-SMALLEST = {"dim": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}  # sides of 16 on a rank
-
-
-def multiply_float8(monkeypatch) -> None:
-    """Own products as a GPU has them: in the graph, and with a CPU's kernel in place of a GPU's."""
-    monkeypatch.setattr(Quantize, "check", lambda self, ctx: [])
-    monkeypatch.setattr(
-        float8_linear,
-        "_multiply",
-        lambda a, inverse_a, b, inverse_b, *, fast_accum, dtype: compat.scaled_mm(
-            a, b.t(), inverse_a, inverse_b.t(), fast_accum=fast_accum, dtype=dtype
-        ),
-    )
-
-
-def own(recipe: str) -> dict[str, Any]:
-    return {"_target_": "titanyaml.plugins.quant.Quantize", "recipe": recipe, "product": "own"}
-
-
-@pytest.mark.parametrize("recipe", ["float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp"])
-@pytest.mark.parametrize("ac", [None, SELECTIVE, FULL], ids=["none", "selective_op", "full"])
-def test_scatters_behind_float8_products_are_fused(recipe: str, ac, monkeypatch) -> None:
-    if recipe != "float8_tensorwise" and not scales_rows():
-        pytest.skip(ROWS_NEED)
-    multiply_float8(monkeypatch)
-    nodes = {"quant": own(recipe), "compile": GRAPH, "async_tp": {**ASYNC, "operators": ["reduce_scatter"]}}
-    with compat.fake_process_group(2):
-        built = on_fake_ranks(nodes | ({"ac": ac} if ac else {}), model=SMALLEST)
-        change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
-    again = ac is FULL  # recomputes one of the forward's
-    assert change.summary.startswith(
-        f"fused in the compiled graphs, forward + backward: 2 + {2 + again} reduce-scatters; left as they are: "
-    )
-    assert "reduce-scatter" not in change.summary.partition("left as they are")[2]
-    assert [graph["float8_matmul_exchange"] for graph in GRAPHS] == [2, 2 + again]
-
-
-def test_auto_times_scatters_behind_float8_products(monkeypatch) -> None:
-    multiply_float8(monkeypatch)
-    asked = clocked(monkeypatch, lambda place: place.float8 and place.inner == 64)  # down
-    with compat.fake_process_group(2):
-        built = on_fake_ranks({"quant": own("float8_tensorwise"), "compile": GRAPH, "async_tp": AUTO}, model=SMALLEST)
-        change = dict(verify(built.model, built.resolved, built.ctx))["async_tp"]
-    assert [str(place) for place in asked] == [
-        "reduce_scatter 32x32 to 64 float8",
-        "reduce_scatter 32x64 to 64 float8",
-        "reduce_scatter 32x96 to 64 float8",
-        "reduce_scatter 32x128 to 64 float8",
-    ]
-    assert [graph["float8_matmul_exchange"] for graph in GRAPHS] == [1, 0]
-    assert f"2 reduce-scatters backward: {SLOWER}; " in change.summary
-
-
-def scattered(rank: int, batch: int, rowwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sum of two float8 products, scattered by the fused operator and one step after the other."""
-    group = TensorGroup.of(TP2.build("cpu")["tp"])
-    tokens, dim, lefts, rights, left_scales, right_scales = batch * 32, 48, [], [], [], []
-    for number, inner in enumerate((16, 32)):
-        torch.manual_seed(10 * rank + number)
-        lefts.append(torch.randn(tokens, inner).to(torch.float8_e4m3fn))
-        rights.append(torch.randn(dim, inner).to(torch.float8_e4m3fn).t())
-        left_scales.append(torch.rand(tokens, 1) + 0.5 if rowwise else torch.tensor(0.5 + number))
-        right_scales.append(torch.rand(1, dim) + 0.5 if rowwise else torch.tensor(2.0))
-    whole = sum(
-        (left.float() * scale) @ (right.float() * other)
-        for left, right, scale, other in zip(lefts, rights, left_scales, right_scales, strict=True)
-    )
-    expected = scatter_sum(whole.view(batch, -1, dim), group)
-    found = float8_reduce_scatter.operator(
-        lefts, rights, left_scales, right_scales, batch, False, torch.float32, 2, group.name
-    ).sum(0)
-    return found, expected
-
-
-@pytest.mark.parametrize(("batch", "rowwise"), [(1, False), (2, False), (3, True)])
-def test_float8_products_and_their_scatter(batch: int, rowwise: bool) -> None:
-    if rowwise and not scales_rows():
-        pytest.skip(ROWS_NEED)
-    for found, expected in run_ranks(scattered, 2, batch, rowwise):
-        assert found.shape == expected.shape == (batch, 16, 48)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_check_says_what_will_be_done() -> None:
@@ -422,9 +253,9 @@ def trained(rank: int, case: Case, cache: str) -> dict[str, Any]:
         release()
         os.environ.clear()
         os.environ.update(environment)
-    done = fusions() - before
+    counts = fusions() - before
     hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] - hits
-    return results | {"fused": dict(done.fused), "left": dict(done.unfused), "hits": hits}
+    return results | {"fused": dict(counts.fused), "left": dict(counts.unfused), "hits": hits}
 
 
 def test_losses_and_gradients_equal_one_process(tmp_path) -> None:

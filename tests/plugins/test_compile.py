@@ -221,12 +221,12 @@ def test_bad_arguments_are_problems():
 
 
 def test_the_rules_know_torchs_backends():
-    known = {
+    backends = {
         name
         for name in torch.compiler.list_backends(exclude_tags=None)
         if "minifier" not in name and not name.endswith("TESTING_ONLY")
     }
-    assert known - {"count_operators", inductor_graphs.BACKEND} == {*BACKENDS, *DEBUGGING}
+    assert backends - {"count_operators", inductor_graphs.BACKEND} == {*BACKENDS, *DEBUGGING}
 
 
 def test_only_the_loss_where_auto_compiles_no_block():

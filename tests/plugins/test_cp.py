@@ -65,13 +65,13 @@ def test_selective_recomputation_repeats_no_transfer(method: str, forward: dict,
         built = build(nodes, model_spec=spec(num_layers=1), dims=CP2, mesh=CP2.build("cpu"))
         loss(built.model, *batch(2)).backward()
     torch.compiler.reset()
-    for graph, wanted in zip(inductor_graphs.GRAPHS, (forward, backward), strict=True):
+    for graph, expected in zip(inductor_graphs.GRAPHS, (forward, backward), strict=True):
         transfers = {
             name: count
             for name, count in graph.items()
             if name.startswith("context_attention") or name in ("all_to_all_single", "all_gather_into_tensor")
         }
-        assert transfers == wanted
+        assert transfers == expected
 
 
 def refused(rank: int, method: str) -> str:

@@ -59,8 +59,8 @@ def train(path: Path, compose, *overrides: str) -> tuple[RunDir, Trainer, dict[s
     update, grads = trainer.optimizer.step, {}
 
     def keep(lr: float, *, clip: torch.Tensor | None = None) -> None:
-        found = zip(trainer.optimizer.names, trainer.optimizer.grads(), strict=True)
-        grads.update({name: grad.clone() for name, grad in found})
+        gradients = zip(trainer.optimizer.names, trainer.optimizer.grads(), strict=True)
+        grads.update({name: grad.clone() for name, grad in gradients})
         update(lr, clip=clip)
 
     trainer.optimizer.step = keep
@@ -87,18 +87,18 @@ def test_trains_alike(compose, tmp_path: Path, overrides: list[str]) -> None:
     """Losses, validation and weights of eight steps, gradients of the last.
 
     With float32 weights autograd keeps the graphs' own gradients from one microbatch to the next."""
-    before, plain, wanted = train(tmp_path / "plain", compose, *overrides)
+    before, plain, expected = train(tmp_path / "plain", compose, *overrides)
     run, replayed, grads = train(tmp_path / "graphs", compose, *overrides, "compile.cuda_graphs=true")
-    for ours, theirs in zip(run.metrics(), before.metrics(), strict=True):
+    for ours, reference in zip(run.metrics(), before.metrics(), strict=True):
         for name in ("loss", "grad_norm", "validation_loss"):
-            if name in theirs:
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-4), (name, ours["step"])
+            if name in reference:
+                assert ours[name] == pytest.approx(reference[name], rel=1e-4), (name, ours["step"])
     for name in plain.optimizer.names:
-        assert (grads[name] - wanted[name]).norm() < 1e-2 * wanted[name].norm(), name
-        ours, theirs = replayed.optimizer.master(name), plain.optimizer.master(name)
-        assert (ours - theirs).norm() < 1e-3 * theirs.norm(), name
+        assert (grads[name] - expected[name]).norm() < 1e-2 * expected[name].norm(), name
+        ours, reference = replayed.optimizer.master(name), plain.optimizer.master(name)
+        assert (ours - reference).norm() < 1e-3 * reference.norm(), name
     assert compat_compile.cuda_graphs_recorded(torch.device("cuda", 0)) >= 2 * 3, "a forward and a backward a block"
-    [record] = [one for one in json.loads((run.path / "pipeline.json").read_text()) if one["node"] == "compile"]
+    [record] = [entry for entry in json.loads((run.path / "pipeline.json").read_text()) if entry["node"] == "compile"]
     assert "replayed as CUDA graphs" in record["summary"]
 
 
@@ -111,7 +111,9 @@ def test_recomputed_attention_is_replayed_or_told(compose, tmp_path: Path) -> No
         assert "compile.cuda_graphs: asked for, but Inductor refuses" in str(error)
         return
     before, _, _ = train(tmp_path / "plain", compose, "ac=full")
-    assert [one["loss"] for one in run.metrics()] == pytest.approx([one["loss"] for one in before.metrics()], rel=1e-4)
+    assert [entry["loss"] for entry in run.metrics()] == pytest.approx(
+        [entry["loss"] for entry in before.metrics()], rel=1e-4
+    )
 
 
 def test_what_was_not_recorded_is_an_error() -> None:

@@ -70,13 +70,13 @@ def test_losses_gradients_and_loads_equal_one_process(name: str) -> None:
     case = CASES[name]
     expected = one_process(case)
     ranks = run_ranks(on_mesh, case.dims.world_size, case, {})
-    for found in ranks:
-        assert_equal(found, expected)
+    for actual in ranks:
+        assert_equal(actual, expected)
     total = sum(value.numel() for key, value in expected["initial"].items() if ".experts." in key)
-    rest = sum(value.numel() for value in expected["initial"].values()) - total
+    num_others = sum(value.numel() for value in expected["initial"].values()) - total
     shards = case.dims.dp_shard * case.dims.cp
     # every expert lies in pieces on all ranks but copies; of what tp replicates (router, norms) a little more is here
-    assert ranks[0]["local"] <= total / (shards * case.dims.tp) + 1.1 * rest / (shards * case.dims.tp)
+    assert ranks[0]["local"] <= total / (shards * case.dims.tp) + 1.1 * num_others / (shards * case.dims.tp)
 
 
 def crowd(rank: int, expert: int) -> dict[str, Tensor]:
@@ -90,27 +90,27 @@ def crowd(rank: int, expert: int) -> dict[str, Tensor]:
     )
     part = spread.layers[1].feed_forward.experts
     for name, weight in wholes.named_parameters():
-        mine = weight.detach().chunk(2)[rank].clone()
-        setattr(part, name, torch.nn.Parameter(DTensor.from_local(mine, mesh["ep"], [Shard(0)])))
+        shard = weight.detach().chunk(2)[rank].clone()
+        setattr(part, name, torch.nn.Parameter(DTensor.from_local(shard, mesh["ep"], [Shard(0)])))
     draw = torch.Generator().manual_seed(rank)
     x_BSD = torch.randn(1, 6 + rank, 32, generator=draw, dtype=torch.float64)
     ids = torch.full((*x_BSD.shape[:2], 3), expert)
     weights = torch.rand(ids.shape, generator=draw, dtype=torch.float64)
-    found = {}
+    results = {}
     for name, experts in (("whole", wholes), ("spread", part)):
         x = x_BSD.clone().requires_grad_()
         out = experts(x, ids, weights, ids.flatten().bincount(minlength=8)).view_as(x)
         (out * x_BSD.flip(1)).sum().backward()
-        found |= {name: out.detach(), f"{name} dx": x.grad}
-    return found | {"dw spread": whole(part.w2.grad), "dw whole": wholes.w2.grad}
+        results |= {name: out.detach(), f"{name} dx": x.grad}
+    return results | {"dw spread": whole(part.w2.grad), "dw whole": wholes.w2.grad}
 
 
 def test_all_tokens_to_one_rank_and_none_to_the_other() -> None:
     ranks = run_ranks(crowd, 2, 6)
-    for found in ranks:
-        torch.testing.assert_close(found["spread"], found["whole"], rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(found["spread dx"], found["whole dx"], rtol=1e-12, atol=1e-14)
-    total = sum(found["dw whole"] for found in ranks)
+    for results in ranks:
+        torch.testing.assert_close(results["spread"], results["whole"], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(results["spread dx"], results["whole dx"], rtol=1e-12, atol=1e-14)
+    total = sum(results["dw whole"] for results in ranks)
     torch.testing.assert_close(ranks[0]["dw spread"], total, rtol=1e-12, atol=1e-14)
     assert (total[6] != 0).any() and not total[:6].any()
 
@@ -157,8 +157,8 @@ def test_checkpoints_go_from_ep_to_one_process_and_back(tmp_path: Path) -> None:
     assert alone.keys() == saved.keys()
     make(tmp_path / "alone").save(1, {"model": alone}, {"position": 0})
     back = run_ranks(load, 4, str(tmp_path / "alone"), replace(CASES["ep2_tp2"]))
-    for found in (alone, *back, *run_ranks(load, 2, str(tmp_path), CASES["ep2"])):
-        assert [n for n, value in saved.items() if not torch.equal(found[n], value)] == []
+    for state in (alone, *back, *run_ranks(load, 2, str(tmp_path), CASES["ep2"])):
+        assert [n for n, value in saved.items() if not torch.equal(state[n], value)] == []
 
 
 def replaced(rank: int) -> str:
@@ -188,12 +188,12 @@ def changes(rank: int, case: Case) -> dict[str, Any]:
 
 
 def test_changes_say_what_is_spread_and_what_is_not() -> None:
-    found = run_ranks(changes, 4, CASES["ep2_tp2, ac, compile"])[0]
-    summary, skipped = found["ep"]
+    summaries = run_ranks(changes, 4, CASES["ep2_tp2, ac, compile"])[0]
+    summary, skipped = summaries["ep"]
     assert summary == "2 mixtures: 4 of 8 experts on each of 2 ranks; tokens travel by two all-to-alls each way"
     assert skipped == {}
-    assert "experts over expert_shard(2)" in found["fsdp"][0]
-    assert list(found["compile"][1]) == ["layers.0.feed_forward.experts", "layers.1.feed_forward.experts"]
+    assert "experts over expert_shard(2)" in summaries["fsdp"][0]
+    assert list(summaries["compile"][1]) == ["layers.0.feed_forward.experts", "layers.1.feed_forward.experts"]
 
 
 def test_off_and_refused() -> None:
@@ -209,8 +209,8 @@ def test_experts_compute_in_bfloat16_and_have_float32_masters(name: str) -> None
     mixed = {"param_dtype": torch.float32, "compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     case = replace(CASES[name], nodes={**CASES[name].nodes, "fsdp": FSDP})
     expected = one_process(case, **mixed)
-    for found in run_ranks(on_mesh, case.dims.world_size, case, mixed):
+    for actual in run_ranks(on_mesh, case.dims.world_size, case, mixed):
         # FSDP keeps float32 shards and gathers bfloat16; without it the optimizer has the masters
-        assert found["dtypes"] == ({torch.bfloat16} if "alone" in name else {torch.float32})
-        assert all(grad.dtype == torch.float32 for grad in found["grads"][0].values())
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-2)
+        assert actual["dtypes"] == ({torch.bfloat16} if "alone" in name else {torch.float32})
+        assert all(grad.dtype == torch.float32 for grad in actual["grads"][0].values())
+        assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-2)

@@ -64,11 +64,11 @@ def on_mesh(rank: int, dims: ParallelDims, pipeline: str, spec_changes: dict[str
     mesh = dims.build("cpu")
     built = build(PIPELINES[pipeline], model_spec=spec(**spec_changes), dims=dims, mesh=mesh, **changes)
     tokens, labels = batch(ACCUMULATION, dims.data_degree, 1)
-    mine = dims.data_rank(mesh)
+    data_rank = dims.data_rank(mesh)
     with torch.no_grad():  # a validation must leave the shards in place
-        loss(built.model, tokens[0, mine], labels[0, mine])
+        loss(built.model, tokens[0, data_rank], labels[0, data_rank])
     after_validation = all(isinstance(parameter, DTensor) for parameter in built.model.parameters())
-    microbatches = [(tokens[a, mine], labels[a, mine]) for a in range(ACCUMULATION)]
+    microbatches = [(tokens[a, data_rank], labels[a, data_rank]) for a in range(ACCUMULATION)]
     losses = accumulate(built, microbatches[:1], (labels != -100).sum())
     parameters = dict(built.model.named_parameters())
     sharded = all(p.grad.to_local().numel() == p.to_local().numel() for p in parameters.values())
@@ -87,10 +87,10 @@ def on_mesh(rank: int, dims: ParallelDims, pipeline: str, spec_changes: dict[str
     }
 
 
-def distance(found, expected) -> float:
+def distance(actual, expected) -> float:
     """The worst relative error of a gradient."""
-    assert found.keys() == expected.keys()
-    return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
+    assert actual.keys() == expected.keys()
+    return max(((actual[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_off_and_refused():
     ],
 )
 def test_only_whole_gradients_take_memory_of_activations(options, changes):
-    given = {**MIXED, "dims": MESHES["fsdp2"], **changes}
-    problems = FullyShard(reuse_memory=True, **options).check(context(spec(), **given))
+    settings = {**MIXED, "dims": MESHES["fsdp2"], **changes}
+    problems = FullyShard(reuse_memory=True, **options).check(context(spec(), **settings))
     assert "parallel.fsdp_reuse_memory" in [problem.key for problem in problems]
     assert not FullyShard(reuse_memory=True).check(context(spec(), **MIXED, dims=MESHES["fsdp2"]))
 
@@ -229,10 +229,10 @@ def test_gradients_in_memory_of_activations_are_the_same_and_reserve_less():
     torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         expected, apart = gradients_of_a_gpu(False)
-        found, together = gradients_of_a_gpu(True)
+        actual, together = gradients_of_a_gpu(True)
     finally:
         torch.distributed.destroy_process_group()
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, actual, expected))
     size = sum(gradient.nbytes for gradient in expected)
     assert together < apart - 0.8 * size
 

@@ -74,21 +74,21 @@ def dots(rank: int, dims: ParallelDims, parts: list[list[int]]) -> dict[str, Ten
         name: split_master(distribute_tensor(initial(name), p.device_mesh, p.placements), p)
         for name, p in named.items()
     }
-    found = {f"{name} 0": whole(full_precision(p.detach(), masters[name])) for name, p in named.items()}
+    masters_by_step = {f"{name} 0": whole(full_precision(p.detach(), masters[name])) for name, p in named.items()}
     optimizer = optim.build(schema.Optim(), named, masters=masters, device="cpu", one_backward=len(parts) == 1)
     for step in range(STEPS):
         for sizes in parts:
             model((sign(step) * 2**step * sizes[rank]).bfloat16()).backward()
         optimizer.step(LR)
         optimizer.zero_grad()
-    return found | {f"{name} {STEPS}": whole(optimizer.master(name)) for name in named}
+    return masters_by_step | {f"{name} {STEPS}": whole(optimizer.master(name)) for name in named}
 
 
 def by_hand() -> dict[str, Tensor]:
     """AdamW of the exact sums, in float64."""
-    found, defaults = {}, schema.Optim()
+    masters_by_step, defaults = {}, schema.Optim()
     for name, factor in (("layers.0.weight", 258), ("layers.1.weight", -258)):
-        found[f"{name} 0"] = initial(name)
+        masters_by_step[f"{name} 0"] = initial(name)
         weight, mean, square = initial(name).double(), 0.0, 0.0
         for step in range(STEPS):
             grad = sign(step).double() * 2**step * factor
@@ -97,8 +97,8 @@ def by_hand() -> dict[str, Tensor]:
             weight = weight * (1 - LR * defaults.weight_decay)
             root = (square / (1 - defaults.beta2 ** (step + 1))).sqrt() + defaults.eps
             weight = weight - LR * mean / (1 - defaults.beta1 ** (step + 1)) / root
-        found[f"{name} {STEPS}"] = weight
-    return found
+        masters_by_step[f"{name} {STEPS}"] = weight
+    return masters_by_step
 
 
 @pytest.mark.parametrize(
@@ -108,17 +108,17 @@ def by_hand() -> dict[str, Tensor]:
 )
 def test_masters_are_those_of_exact_sums(dims: ParallelDims, parts: list[list[int]]) -> None:
     expected = by_hand()
-    for found in run_ranks(dots, dims.world_size, dims, parts):
-        assert found.keys() == expected.keys()
+    for actual in run_ranks(dots, dims.world_size, dims, parts):
+        assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
             close = {"rtol": 0, "atol": 0} if name.endswith(" 0") else {"rtol": 1e-6, "atol": 1e-7}
-            torch.testing.assert_close(found[name].double(), tensor.double(), **close, msg=name)
+            torch.testing.assert_close(actual[name].double(), tensor.double(), **close, msg=name)
 
 
-def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The worst relative error of a gradient."""
-    assert found.keys() == expected.keys()
-    return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
+    assert actual.keys() == expected.keys()
+    return max(((actual[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,14 @@ def test_trains_as_one_process_with_split_masters(case: Case) -> None:
 
 def casts(rank: int) -> dict[str, int]:
     """Multi-tensor copies outside FSDP's own operators, in one forward."""
-    found = {}
+    counts = {}
     for master, node in (("float32", FSDP), ("split", SPLIT)):
         built = build({"fsdp": node}, split=master == "split", dims=FSDP2, mesh=FSDP2.build("cpu"), **MIXED)
         with torch.no_grad(), CountOperators() as counted:
             built.model(batch(1)[0])
         assert counted.counts["all_gather_copy_in"] == LAYERS + 1
-        found[master] = counted.counts["_foreach_copy_"]
-    return found
+        counts[master] = counted.counts["_foreach_copy_"]
+    return counts
 
 
 def test_weights_are_gathered_without_a_cast() -> None:

@@ -71,12 +71,12 @@ def alone(case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_loads_equal_one_process(name: str) -> None:
     case = CASES[name]
-    wanted = one_process(case)
+    expected = one_process(case)
     if case.model is MIXTURE:
-        assert all(bias.any() for bias in wanted["biases"]) and wanted["routing"][0]["balance_loss"] > 0
+        assert all(bias.any() for bias in expected["biases"]) and expected["routing"][0]["balance_loss"] > 0
     ranks = [alone(case)] if case.dims.world_size == 1 else run_ranks(on_mesh, case.dims.world_size, case, {})
-    for found in ranks:
-        assert_equal(found, wanted)
+    for actual in ranks:
+        assert_equal(actual, expected)
 
 
 def test_a_bias_moves_up_where_an_expert_got_less_than_the_mean() -> None:

@@ -94,18 +94,18 @@ def compare(cases: dict[str, Case], world_size: int) -> None:
     ranks = run_ranks(on_mesh, world_size, cases)
     for name, case in cases.items():
         expected = one_process(case)
-        found = [rank[name] for rank in ranks]
-        assert set().union(*(one["initial"] for one in found)) == set(expected["initial"]), name
-        for one in found:
-            assert one["done"] == one["planned"], name
-            assert all(torch.equal(one["initial"][n], expected["initial"][n]) for n in one["initial"]), name
-            assert one["losses"] == pytest.approx(expected["losses"], abs=1e-9, rel=0), name
-            assert one["norms"] == pytest.approx(expected["norms"], rel=1e-8), name
-            assert one["routing"] == [pytest.approx(row, rel=1e-9) for row in expected["routing"]], name
-            for got, wanted in zip(one["grads"], expected["grads"], strict=True):
-                for parameter, grad in got.items():
-                    error = (grad - wanted[parameter]).norm()
-                    assert error <= 1e-8 * wanted[parameter].norm(), (name, parameter)
+        results = [rank[name] for rank in ranks]
+        assert set().union(*(result["initial"] for result in results)) == set(expected["initial"]), name
+        for result in results:
+            assert result["done"] == result["planned"], name
+            assert all(torch.equal(result["initial"][n], expected["initial"][n]) for n in result["initial"]), name
+            assert result["losses"] == pytest.approx(expected["losses"], abs=1e-9, rel=0), name
+            assert result["norms"] == pytest.approx(expected["norms"], rel=1e-8), name
+            assert result["routing"] == [pytest.approx(row, rel=1e-9) for row in expected["routing"]], name
+            for grads, expected_grads in zip(result["grads"], expected["grads"], strict=True):
+                for parameter, grad in grads.items():
+                    error = (grad - expected_grads[parameter]).norm()
+                    assert error <= 1e-8 * expected_grads[parameter].norm(), (name, parameter)
 
 
 def test_every_schedule_on_two_ranks() -> None:
@@ -254,22 +254,22 @@ def state(built: Built) -> dict[str, Any]:
 def saved(rank: int, path: str, case: Case) -> dict[str, Tensor]:
     """Weights and moments, which tell one from another, as whole tensors."""
     built = built_on(case)
-    held = state(built)
+    saved_state = state(built)
     with torch.no_grad():
-        for name, tensors in held["optim"].items():
-            tensors["exp_avg"].copy_(held["model"][name] * 2)
-    make(Path(path), env=Env.from_environ("cpu")).save(1, held, {"position": 0})
-    return {name: whole(tensor) for name, tensor in states.flatten(held).items()}
+        for name, tensors in saved_state["optim"].items():
+            tensors["exp_avg"].copy_(saved_state["model"][name] * 2)
+    make(Path(path), env=Env.from_environ("cpu")).save(1, saved_state, {"position": 0})
+    return {name: whole(tensor) for name, tensor in states.flatten(saved_state).items()}
 
 
 def loaded(rank: int, path: str, case: Case) -> dict[str, Tensor]:
-    held = state(built_on(case))
+    loaded_state = state(built_on(case))
     with torch.no_grad():
-        for tensor in states.flatten(held).values():
+        for tensor in states.flatten(loaded_state).values():
             tensor.zero_()
     checkpoints = make(Path(path), env=Env.from_environ("cpu"))
-    checkpoints.load(checkpoints.latest(), held)
-    return {name: whole(tensor) for name, tensor in states.flatten(held).items()}
+    checkpoints.load(checkpoints.latest(), loaded_state)
+    return {name: whole(tensor) for name, tensor in states.flatten(loaded_state).items()}
 
 
 def built_on(case: Case) -> Built:
@@ -289,19 +289,19 @@ def test_checkpoints_are_read_by_every_mesh(tmp_path: Path) -> None:
     """Of tied ends too, whose weight two ranks hold and the checkpoint once."""
     tied = {"tie_embeddings": True}
     pipe = Case(ParallelDims(pp=2), {"schedule": "Interleaved1F1B"}, {}, model=tied)
-    others = [
+    cases = [
         Case(ParallelDims(), {}, {}, model=tied),
         Case(ParallelDims(tp=2), {}, {"tp": TP}, model=tied),
         Case(ParallelDims(dp_shard=2), {}, {"fsdp": FSDP}, model=tied),
     ]
-    there = merged(run_ranks(saved, 2, str(tmp_path / "pipe"), pipe))
-    assert len(there) == 4 * len(dict(build({}, model_spec=pipe.spec()).model.named_parameters()))
-    for index, case in enumerate(others):
+    from_pipeline = merged(run_ranks(saved, 2, str(tmp_path / "pipe"), pipe))
+    assert len(from_pipeline) == 4 * len(dict(build({}, model_spec=pipe.spec()).model.named_parameters()))
+    for index, case in enumerate(cases):
         ranks = case.dims.world_size
-        assert_same(merged(run_ranks(loaded, ranks, str(tmp_path / "pipe"), case)), there)
+        assert_same(merged(run_ranks(loaded, ranks, str(tmp_path / "pipe"), case)), from_pipeline)
         back = str(tmp_path / str(index))
-        assert_same(merged(run_ranks(saved, ranks, back, case)), there)
-        assert_same(merged(run_ranks(loaded, 2, back, pipe)), there)
+        assert_same(merged(run_ranks(saved, ranks, back, case)), from_pipeline)
+        assert_same(merged(run_ranks(loaded, 2, back, pipe)), from_pipeline)
 
 
 def merged(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -313,9 +313,9 @@ def merged(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return everything
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)] == []
 
 
 def norms(rank: int) -> list[float]:

@@ -103,13 +103,13 @@ def test_products_are_those_of_the_recipe(recipe: str, owner: str) -> None:
     bias = torch.randn(96, generator=draw)
     out = product(inputs[0].view(4, 16, 32), inputs[1], bias)
     out.backward(g_MN.view(4, 16, 96))
-    found = [(out.detach() - bias).view(64, 96), *(t.grad for t in inputs)]
+    outputs = [(out.detach() - bias).view(64, 96), *(t.grad for t in inputs)]
     exact = [F.linear(x_MK, w_NK), g_MN @ w_NK, g_MN.T @ x_MK]
-    for mine, wanted, high in zip(
-        found, reference(recipe, *(t.double() for t in (x_MK, w_NK, g_MN))), exact, strict=True
+    for actual, expected, high in zip(
+        outputs, reference(recipe, *(t.double() for t in (x_MK, w_NK, g_MN))), exact, strict=True
     ):
-        assert (mine - wanted).norm() < 3e-6 * wanted.norm()  # sums in float32
-        assert (mine - high).norm() < 0.1 * high.norm()
+        assert (actual - expected).norm() < 3e-6 * expected.norm()  # sums in float32
+        assert (actual - high).norm() < 0.1 * high.norm()
 
 
 # ---- what is converted
@@ -122,8 +122,8 @@ def change(model_spec: schema.Model, tp: int = 1, **arguments: Any) -> Any:
 
 
 def llama3_8b(compose: Any) -> schema.Model:
-    given = dict(compose("model=llama3_8b").model)
-    return schema.Model(**given | {"num_layers": 2, "rope_scaling": None})
+    sizes_8b = dict(compose("model=llama3_8b").model)
+    return schema.Model(**sizes_8b | {"num_layers": 2, "rope_scaling": None})
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -181,13 +181,13 @@ def test_names_that_stay() -> None:
 
 @pytest.mark.parametrize("option", ["llama3_debug", "qwen3_0_6b", "moe_debug", "mixtral_8x7b", "llama4_17bx16e"])
 def test_the_rules_know_the_names_and_shapes_of_layers(compose: Any, option: str) -> None:
-    given = compose(f"model={option}", "model.num_layers=3", "model.vocab_size=64").model
-    model_spec = schema.Model(**{**given, "moe": schema.MoE(**given.moe), "rope_scaling": None})
+    composed = compose(f"model={option}", "model.num_layers=3", "model.vocab_size=64").model
+    model_spec = schema.Model(**{**composed, "moe": schema.MoE(**composed.moe), "rope_scaling": None})
     with torch.device("meta"):
         model = decoder.build(model_spec)
-    found = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, Linear)}
+    shapes = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, Linear)}
     layers = decoder_layers.linear_layers(model_spec)
-    assert {name: (layer.outputs, layer.inputs) for name, layer in layers.items()} == found
+    assert {name: (layer.outputs, layer.inputs) for name, layer in layers.items()} == shapes
     assert decoder_layers.module_names(model_spec) == {name for name, _ in model.named_modules()} - {""}
     ctx = context(model_spec, dims=ParallelDims(tp=2), facts=model.facts)
     assert all(
@@ -260,13 +260,13 @@ def test_own_products_cast_an_input_once_and_keep_no_weight_unless_told() -> Non
     """2 x 16 tokens; q, k and v have one input, gate and up another: four casts a block are kept for the backward."""
     dim, ffn, tokens = SIZES["dim"], SIZES["ffn_dim"], 32
     inputs, weights = tokens * (3 * dim + ffn), 4 * dim * dim + 3 * dim * ffn
-    found = {}
+    results = {}
     for recast in (True, False):
-        kept: dict[int, int] = {}
+        saved_sizes: dict[int, int] = {}
 
-        def pack(tensor: Tensor, seen: dict = kept) -> Tensor:
+        def pack(tensor: Tensor, sizes_by_address: dict = saved_sizes) -> Tensor:
             if tensor.dtype == E4M3:
-                seen[tensor.data_ptr()] = tensor.numel()
+                sizes_by_address[tensor.data_ptr()] = tensor.numel()
             return tensor
 
         nodes = {"quant": node(ROWWISE, product="own", force_recompute_weight=recast)}
@@ -274,10 +274,10 @@ def test_own_products_cast_an_input_once_and_keep_no_weight_unless_told() -> Non
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             value = loss(built.model, *batch(2))
         value.backward()
-        found[recast] = sum(kept.values()), [p.grad for p in built.model.parameters()]
+        results[recast] = sum(saved_sizes.values()), [p.grad for p in built.model.parameters()]
     layers = SIZES["num_layers"]
-    assert (found[True][0], found[False][0]) == (layers * inputs, layers * (inputs + weights))
-    assert all(torch.equal(*pair) for pair in zip(found[True][1], found[False][1], strict=True))
+    assert (results[True][0], results[False][0]) == (layers * inputs, layers * (inputs + weights))
+    assert all(torch.equal(*pair) for pair in zip(results[True][1], results[False][1], strict=True))
 
 
 def test_layers_of_two_kinds_share_nothing() -> None:
@@ -300,11 +300,11 @@ def test_own_products_recompute_and_compile_to_the_same_bits() -> None:
     own = node(ROWWISE, product="own")
     plain = build({"quant": own}, model_spec=sizes(), **FLOAT32)
     nodes = {"quant": own, "ac": {**AC, "mode": "selective_op"}, "compile": COMPILE}
-    again = build(nodes, model_spec=sizes(), **FLOAT32)
+    transformed = build(nodes, model_spec=sizes(), **FLOAT32)
     assert "own casts and products, gradients in e4m3 with full accumulation" in plain.changes["quant"].summary
-    expected, found = train(plain), train(again)
-    assert found["losses"] == expected["losses"]
-    assert [n for n, grad in expected["grads"].items() if not torch.equal(found["grads"][n], grad)] == []
+    expected, actual = train(plain), train(transformed)
+    assert actual["losses"] == expected["losses"]
+    assert [n for n, grad in expected["grads"].items() if not torch.equal(actual["grads"][n], grad)] == []
     assert train(build({"quant": node(ROWWISE)}, model_spec=sizes(), **FLOAT32))["losses"] == pytest.approx(
         expected["losses"], rel=2e-3
     )

@@ -43,9 +43,9 @@ def one_process(nodes: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return train(build(nodes, model_spec=sizes(), **(FLOAT32 | changes)))
 
 
-def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    return max(((found[n] - wanted[n]).norm() / wanted[n].norm()).item() for n in wanted)
+def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(((actual[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -62,9 +62,9 @@ def test_recomputation_and_compilation_change_nothing(recipe: str, mode: str) ->
     plain = one_process({"quant": node(recipe)})
     recomputed = {"quant": node(recipe), "ac": {**AC, "mode": mode}}
     for nodes in (recomputed, {**recomputed, "compile": COMPILE}):
-        found = one_process(nodes)
-        assert found["losses"] == plain["losses"]
-        assert all(torch.equal(found["grads"][n], grad) for n, grad in plain["grads"].items())
+        actual = one_process(nodes)
+        assert actual["losses"] == plain["losses"]
+        assert all(torch.equal(actual["grads"][n], grad) for n, grad in plain["grads"].items())
 
 
 def test_selective_recomputation_keeps_every_second_float8_product() -> None:
@@ -89,52 +89,52 @@ def test_a_compiled_block_that_is_recomputed_keeps_its_input_only(
     torch.compiler.reset()
     compiled = {"ac": {**AC, "mode": "full"}, "compile": COMPILE}
     model_spec = sizes(num_layers=1)
-    kept, grads = [], []
+    saved_shapes, grads = [], []
     for nodes in ({}, compiled):
         model = build({"quant": node(recipe, product=product), **nodes}, model_spec=model_spec, **FLOAT32).model
         value = loss(model, *batch(2))
-        kept.append(sorted(kept_by_graphs(value, list(model.layers[0].parameters()))))
+        saved_shapes.append(sorted(kept_by_graphs(value, list(model.layers[0].parameters()))))
         value.backward()
         grads.append([parameter.grad for parameter in model.parameters()])
     head_dim = model_spec.dim // model_spec.num_heads
-    assert kept == [[], [(2, SEQ, model_spec.dim), *[(SEQ, head_dim // 2)] * 2]]
+    assert saved_shapes == [[], [(2, SEQ, model_spec.dim), *[(SEQ, head_dim // 2)] * 2]]
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
 def kept_by_graphs(value: Tensor, parameters: list[Tensor]) -> list[tuple[int, ...]]:
     """Shapes of what compiled forwards keep for their backwards, but for parameters and random states."""
-    mine, found = {parameter.data_ptr() for parameter in parameters}, []
-    todo, seen = [value.grad_fn], {None}
+    parameter_addresses, saved = {parameter.data_ptr() for parameter in parameters}, []
+    todo, visited = [value.grad_fn], {None}
     while todo:
-        if (function := todo.pop()) in seen:
+        if (function := todo.pop()) in visited:
             continue
-        seen.add(function)
+        visited.add(function)
         todo += [earlier for earlier, _ in function.next_functions]
         if function.name() == "CompiledFunctionBackward":
-            found += [
+            saved += [
                 tensor
                 for tensor in function.saved_tensors
-                if tensor.data_ptr() not in mine and tensor.dtype != torch.uint8
+                if tensor.data_ptr() not in parameter_addresses and tensor.dtype != torch.uint8
             ]
-    return [tuple(tensor.shape) for tensor in found]
+    return [tuple(tensor.shape) for tensor in saved]
 
 
 def test_a_kept_float8_weight_is_cast_once() -> None:
-    kept = {}
+    results = {}
     for recast in (True, False):
         dtypes: list[torch.dtype] = []
         model = build({"quant": node(TENSORWISE, force_recompute_weight=recast)}, model_spec=sizes(), **FLOAT32).model
 
-        def pack(tensor: Tensor, seen: list = dtypes) -> Tensor:
-            seen.append(type(tensor).__name__)
+        def pack(tensor: Tensor, names: list = dtypes) -> Tensor:
+            names.append(type(tensor).__name__)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             value = loss(model, *batch(2))
         value.backward()
-        kept[recast] = dtypes.count("Float8TrainingTensor"), [p.grad for p in model.parameters()]
-    assert (kept[True][0], kept[False][0]) == (0, 7 * SIZES["num_layers"])
-    assert all(torch.equal(*pair) for pair in zip(kept[True][1], kept[False][1], strict=True))
+        results[recast] = dtypes.count("Float8TrainingTensor"), [p.grad for p in model.parameters()]
+    assert (results[True][0], results[False][0]) == (0, 7 * SIZES["num_layers"])
+    assert all(torch.equal(*pair) for pair in zip(results[True][1], results[False][1], strict=True))
 
 
 # ---- meshes
@@ -144,15 +144,15 @@ def on_mesh(rank: int, dims: ParallelDims, nodes: dict[str, Any], changes: dict[
     torch.compiler.reset()
     mesh = dims.build("cpu")
     built = build(nodes, model_spec=sizes(), dims=dims, mesh=mesh, **(FLOAT32 | changes))
-    found = train(built, ranks=dims.data_degree, rank=dims.data_rank(mesh))
+    result = train(built, ranks=dims.data_degree, rank=dims.data_rank(mesh))
     scales = [getattr(p._local_tensor, "_precomputed_scale", None) for p in built.model.parameters()]
     return {
         "tp": built.changes["tp"].summary if "tp" in built.changes else "",
-        "losses": found["losses"],
-        "grads": found["grads"],
+        "losses": result["losses"],
+        "grads": result["grads"],
         "scales": sum(scale is not None for scale in scales),
-        "kinds": {type(weight.to_local()) for weight in found["weights"].values()},
-        "weights": {name: whole(weight) for name, weight in found["weights"].items()},
+        "kinds": {type(weight.to_local()) for weight in result["weights"].values()},
+        "weights": {name: whole(weight) for name, weight in result["weights"].items()},
     }
 
 
@@ -202,11 +202,11 @@ def test_own_products_of_gathered_inputs_make_tp_equal() -> None:
 
 def gathered_both_ways(rank: int, dims: ParallelDims, nodes: dict[str, Any]) -> list[dict[str, Any]]:
     """Cast before the gather, and, with a product that cannot, behind it."""
-    found = [on_mesh(rank, dims, nodes, {})]
+    results = [on_mesh(rank, dims, nodes, {})]
     able = OwnFloat8Matmul.with_gathered_input
     OwnFloat8Matmul.with_gathered_input = lambda self, group: None
     try:
-        return [*found, on_mesh(rank, dims, nodes, {})]
+        return [*results, on_mesh(rank, dims, nodes, {})]
     finally:
         OwnFloat8Matmul.with_gathered_input = able
 
@@ -244,10 +244,10 @@ def test_gathering_in_float8_with_and_without_precomputed_scales(mesh: str, chan
     )
     count = 7 * SIZES["num_layers"]
     assert [rank["scales"] for rank in gathered + precomputed] == [0] * len(gathered) + [count] * len(gathered)
-    for rank, other in zip(gathered, precomputed, strict=True):
-        assert rank["losses"] == other["losses"]
+    for rank, precomputed_rank in zip(gathered, precomputed, strict=True):
+        assert rank["losses"] == precomputed_rank["losses"]
         assert rank["kinds"] == {Tensor}, "what is saved needs no torchao to be read"
-        assert all(torch.equal(rank["weights"][n], w) for n, w in other["weights"].items())
+        assert all(torch.equal(rank["weights"][n], w) for n, w in precomputed_rank["weights"].items())
     # with float32 compute the cast sees what it would see after the gathering; bfloat16 rounds once less
     assert summed(gathered, dims) == pytest.approx(summed(plain, dims), rel=1e-2 if changes else 1e-6)
 

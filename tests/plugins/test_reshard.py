@@ -69,11 +69,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Te
 @pytest.mark.parametrize("name", MESHES)
 def test_there_and_back_again(tmp_path: Path, trained: tuple[str, dict[str, Tensor]], name: str) -> None:
     folder, saved = trained
-    case, there, back = MESHES[name], str(tmp_path / "there"), str(tmp_path / "back")
+    case, resharded, back = MESHES[name], str(tmp_path / "there"), str(tmp_path / "back")
     ranks = case.dims.world_size
-    found = run_ranks(carry, ranks, case, folder, there) if ranks > 1 else [carry(0, case, folder, there)]
-    found += run_ranks(carry, 4, FROM, there, back)
+    states = run_ranks(carry, ranks, case, folder, resharded) if ranks > 1 else [carry(0, case, folder, resharded)]
+    states += run_ranks(carry, 4, FROM, resharded, back)
     assert len(saved) > 100, "weights and two moments"
-    for state in found:
+    for state in states:
         assert state.keys() == saved.keys()
         assert [name for name, value in saved.items() if not torch.equal(state[name], value)] == []

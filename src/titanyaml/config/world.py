@@ -29,10 +29,10 @@ def count_ranks(c: Any) -> int | None:
     Under torchrun it is WORLD_SIZE; None where that is not set, e.g. for a check outside of torchrun.
     """
     if c.launch.kind == "external":
-        text = os.environ.get("WORLD_SIZE", "")
+        text = os.environ.get("WORLD_SIZE", "")  # torchrun sets it for each rank
         return int(text) if text.isdigit() else None
     fixed, derived = fixed_product(c.parallel)
-    if c.launch.nproc is not None:
+    if c.launch.nproc is not None:  # typed, so that a mesh of another size is an error of mesh_fits_ranks
         return int(c.launch.nproc)
     return (len(machine.gpus()) or 1) if derived else fixed
 
@@ -42,7 +42,7 @@ def resolve_degree(c: Any, axis: str) -> int | None:
     configured: int = getattr(c.parallel, axis)
     if configured != -1:
         return configured
-    if axis == "ep":
+    if axis == "ep":  # no axis of its own: all that it may reuse
         return resolve_product(c, "dp_shard", "cp", "tp")
     fixed, _ = fixed_product(c.parallel)
     ranks = count_ranks(c)

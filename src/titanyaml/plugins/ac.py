@@ -260,7 +260,7 @@ def _describe_levels(levels: list[int]) -> str:
 
 def full_contexts() -> Any:
     """The pair of contexts for a compiled block of which nothing is kept."""
-    return create_selective_checkpoint_contexts(_recompute)  # type: ignore[no-untyped-call] # torch
+    return create_selective_checkpoint_contexts(_recompute)
 
 
 def _recompute(*args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -289,4 +289,4 @@ def selective_contexts(groups: frozenset[str] = frozenset(), level: int = kept_m
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call] # torch
+    return create_selective_checkpoint_contexts(policy)

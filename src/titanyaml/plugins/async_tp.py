@@ -4,9 +4,6 @@ While one slice of the sequence is multiplied the next one travels, over symmetr
 compute units that a collective kernel takes (Wang et al. 2023, "Overlap communication with dependent computation via
 decomposition"). Inductor puts the fused operators into the compiled graphs; this plugin tells it to, counts what was
 fused and reports what was not.
-
-Inductor has a switch of its own for this. It fuses all or nothing and reports nothing, so it is not used: the hook for
-custom passes is (``distributed.compat_async_tp``).
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from titanyaml.config.rules.async_tp import AUTO, OPERATORS, check_operators
 from titanyaml.config.rules.view import problem
 from titanyaml.distributed import async_tp_times
 from titanyaml.distributed.async_tp_times import Clock, PlaceTimes
-from titanyaml.distributed.collective_places import CollectivePlace, block_places
+from titanyaml.distributed.graph_matmuls import CollectivePlace, block_places
 from titanyaml.distributed.tensor import TensorGroup, local
 from titanyaml.errors import PipelineError, Problem
 from titanyaml.pipeline.protocol import Change, Context
@@ -73,6 +70,8 @@ class AsyncTensorParallel:
         Raises:
             PipelineError: the hook is in use, or this release of torch lacks something.
         """
+        # Inductor has a switch of its own. It fuses all or nothing, reports nothing, and returns in silence where a
+        # graph is not in its form. So its hook for custom passes is used instead (distributed.compat_async_tp).
         assert ctx.mesh is not None, "more than one rank and no mesh"
         # before compilation: a pass of the compiler runs only on ranks that do not find the graph in their cache, so
         # that a measurement in it could wait for a rank that never comes
@@ -102,6 +101,7 @@ class AsyncTensorParallel:
         if not self.can_measure(ctx):
             return None
         assert ctx.mesh is not None, "more than one rank and no mesh"
+        # shapes follow from the matrices: a place that a graph shows and nobody timed is left unfused, and reported
         tokens = ctx.local_batch * ctx.seq_len // ctx.dims.cp
         cache = Path(self.cache_dir).expanduser().absolute() / "async_tp.json" if self.cache_dir else None
         shapes = []
@@ -130,6 +130,7 @@ class AsyncTensorParallel:
         """
         from titanyaml.distributed import compat_async_tp
 
+        # counters of the process, also right where a graph came out of Inductor's cache and no pass ran
         counts = compat_async_tp.fusions() - self.earlier
         reasons = {reason for *_, reason in counts.unfused}
         # a measurement that speaks against fusing is a result, not a failure; but the user should know

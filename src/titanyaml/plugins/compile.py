@@ -28,9 +28,6 @@ _REPLAYING_STEP = 3
 class Compile:
     """Compile each block by itself (equal blocks share one graph), or the whole model.
 
-    Graphs are whole and static: a break or an exhausted recompile limit raises where it happens instead of falling
-    back to eager, which nobody would see.
-
     Args:
         mode: ``block``, ``model``, ``none``, or ``auto``: block on a GPU, none on a CPU.
         backend: torch.compile backend.
@@ -98,6 +95,8 @@ class Compile:
         names, eager = self._choose_modules(ctx)
         for name in names:
             module = model if name == "*" else model.get_submodule(name)
+            # Graphs are whole and static: a break or an exhausted recompile limit raises where it happens. Falling back
+            # to eager would be slow, and nobody would see it.
             explain = functools.partial(_explain, type(module))
             compat_compile.compile_module(module, backend=self.backend, cuda_graphs=self.cuda_graphs, explain=explain)
         if self.cuda_graphs:
@@ -127,7 +126,7 @@ class Compile:
         """Tell the CUDA graphs that what they wrote may be overwritten."""
         # gradients live to the end of a step, over several microbatches; without gradients to the end of a forward
         if self.step_begins or not torch.is_grad_enabled():
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call] # torch
+            torch.compiler.cudagraph_mark_step_begin()
         if torch.is_grad_enabled():
             self.step_begins = False
 

@@ -68,6 +68,7 @@ class ContextParallel:
             module: Any = find_module(model, name, Attention, axis="cp")
             module.__class__, module.group, module.kernel = _ATTENTION[self.method], group, kernel
             module.fused = ctx.kernels.fused  # merge the parts of an output by Triton
+        # inputs are cut once, before the forward, so that labels, positions and tokens stay together
         for part in model_parts(model):
             part.register_forward_pre_hook(_CutInputs(group, self.method), with_kwargs=True)
         is_ulysses = self.method == "ulysses"
@@ -142,6 +143,7 @@ class RingAttention(_ContextAttention):
 class UlyssesAttention(_ContextAttention):
     """All positions of some heads."""
 
+    # what is exchanged costs memory: selective_op keeps it (plugins/ac.py), ac=full does not
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Mask | None) -> Tensor:
         """Exchange, attend as one rank does, exchange back."""
         q_BNTH, k_BKTH, v_BKTH = context_parallel.sequence_to_heads((q_BNSH, k_BKSH, v_BKSH), self.group)

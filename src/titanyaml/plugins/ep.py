@@ -53,6 +53,7 @@ class ExpertParallel:
                 dense[block] = "a dense block"
                 continue
             name = f"{block}.{layout.experts}"
+            # by expert, never by feature: thin matrices would get thinner, and every token gathered on every tp rank
             module: Any = find_module(model, name, Experts, axis="ep")
             distribute_parameters(module, mesh, dict.fromkeys(("w1", "w2", "w3"), Shard(0)))
             module.__class__, module.group = SpreadExperts, group

@@ -1,10 +1,7 @@
 """Data parallelism by FSDP2 (FSDP, HSDP and plain replication by one call), and the compute dtype without it.
 
 Every data rank has the sum of its own tokens' losses, divided by the number of tokens of all ranks: so gradients are
-*summed* over the ranks, never averaged. They are reduced after every microbatch, since deferring that would keep a
-whole unsharded gradient in full precision on every rank. In a pipeline torch's schedules do defer it, because a
-backward for the weights may come long after the one for the input; a rank then has the unsharded gradients of its own
-stages.
+*summed* over the ranks, never averaged.
 """
 
 from __future__ import annotations
@@ -152,7 +149,9 @@ class FullyShard:
         if self._stores_narrow(ctx):
             storage = f"stored in {compute}, the optimizer keeps what is missing for the {param} masters, "
             rounding = f", then rounded to {compute}" if reduce != compute else ""
-        # a stage of a pipeline reduces when its last backward pass is done
+        # Deferring the reduction to the last microbatch would keep a whole unsharded gradient in full precision on
+        # every rank. torch's pipeline schedules do defer it, because a backward for the weights may come long after the
+        # one for the input; a rank then has the unsharded gradients of its own stages.
         frequency = "once a step" if ctx.dims.pp > 1 else "after every microbatch"
         freed = "none" if self._keeps_all(ctx) else "all blocks but the last"
         freed = "all" if self.reshard_after_forward == "always" else freed
@@ -167,16 +166,16 @@ class FullyShard:
 
 
 class ReduceIntoFreedMemory:
-    """A reduce-scatter for FSDP whose result lies in memory of the stream that computes.
+    """A reduce-scatter for FSDP whose result lies in memory of the stream that computes."""
 
-    FSDP allocates the result on the stream of its reduction. CUDA's allocator never gives memory of one stream to
-    another, so a step's gradients are reserved beside activations, most of which are gone when the gradients come.
-
-    Why memory of the computing stream is safe: the reduction waits for all computation queued so far, which is done by
-    then with what it has freed; and computation waits for the reduction before it reads gradients, which are freed
-    after that. A result that is freed earlier, a summand or a sum that is rounded, would still be read by the
-    reduction. So the result must be the gradient itself (``config.rules.fsdp.check_reuse_memory``).
-    """
+    # FSDP allocates the result on the stream of its reduction. CUDA's allocator never gives memory of one stream to
+    # another, so a step's gradients are reserved beside activations, most of which are gone when the gradients come
+    # (3B on two H200: 50.4 GiB reserved, 40.6 ever in use).
+    #
+    # Why memory of the computing stream is safe: the reduction waits for all computation queued so far, which is done
+    # by then with what it has freed; and computation waits for the reduction before it reads gradients, which are freed
+    # after that. A result that is freed earlier, a summand or a sum that is rounded, would still be read by the
+    # reduction. So the result must be the gradient itself (config.rules.fsdp.check_reuse_memory).
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised."""

@@ -57,6 +57,7 @@ class PipelineParallel:
 
     def _check_schedule(self, ctx: Context) -> Problem | None:
         ranks, microbatches = ctx.dims.pp, ctx.accumulation
+        # the microbatches of a pipeline are those of gradient accumulation
         sequences = ctx.local_batch * ctx.dims.data_degree
         if self.schedule_csv is not None:
             unreadable = rules.check_file(self.schedule_csv, ranks=ranks)
@@ -80,6 +81,7 @@ class PipelineParallel:
         nodes = [rules.refuse_split_backward(node, "on", fix) for node in ("compile", "ac") if node in ctx.active]
         return [routers, *nodes] if routers else nodes
 
+    # every rank computes the same from the same configuration: nothing is communicated
     def _partition(self, ctx: Context) -> PipelinePartition:
         return make_partition(
             ctx.facts,
@@ -100,6 +102,7 @@ class PipelineParallel:
         Raises:
             PipelineError: an earlier plugin replaced the decoder, which is what can be cut.
         """
+        # a part of a decoder runs the same forward as the whole, so that a stage needs no class of its own
         if type(model) is not Decoder:
             raise PipelineError(
                 f"the model is a {type(model).__name__}; only a Decoder can be cut into stages",

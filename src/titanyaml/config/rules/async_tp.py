@@ -26,6 +26,7 @@ def async_tp_needs_tp(c: Any) -> Problem | None:
     if not c.compile.async_tp or resolve_degree(c, "tp") != 1:
         return None
     sizes = (c.model.num_heads, c.model.num_kv_heads, c.model.ffn_dim, c.model.vocab_size, c.train.seq_len)
+    # two ranks at least, and as few as divide all that is split
     legal = (tp for tp in range(2, min(sizes) + 1) if all(size % tp == 0 for size in sizes))
     fewest = next(legal, None)
     # torchrun's ranks cannot be changed from here

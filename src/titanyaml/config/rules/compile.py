@@ -17,21 +17,9 @@ rule = rule_decorator(RULES)
 
 #: Backends that torch.compile of torch 2.11 to 2.13 has by itself, and those that it has for debugging.
 BACKENDS = ("inductor", "cudagraphs", "openxla", "tvm")
-DEBUGGING = (
-    "aot_eager",
-    "aot_eager_decomp_partition",
-    "aot_eager_decomp_partition_crossref",
-    "aot_eager_decomp_partition_with_mode",
-    "aot_eager_default_partitioner",
-    "aot_ts",
-    "eager",
-    "eager_debug",
-    "eager_noexcept",
-    "invoke_subgraph",
-    "openxla_eval",
-    "pre_dispatch_eager",
-    "ts",
-)
+_EAGER = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "invoke_subgraph", "openxla_eval")
+_AOT = ("", "_decomp_partition", "_decomp_partition_crossref", "_decomp_partition_with_mode", "_default_partitioner")
+DEBUGGING = (*_EAGER, *(f"aot_eager{suffix}" for suffix in _AOT), "aot_ts", "ts")
 
 
 def _runs_triton(c: Any) -> bool:
@@ -71,46 +59,28 @@ def compiled_optimizer_needs_torch_adamw(c: Any) -> Problem | None:
 def cuda_graphs_are_replayable(c: Any) -> Problem | None:
     if not c.compile.cuda_graphs:
         return None
-    checks = (_check_graph_device, _check_graph_ranks, _check_graph_mode, _check_graph_backend)
-    obstacles = [obstacle for check in checks if (obstacle := check(c))]
+    runner, mode, backend, ranks = c.runner.name, c.compile.mode, c.compile.backend, count_ranks(c)
+    obstacles = {}  # reason: the override that removes it, or ""
+    if runner in ("eval", "sample"):
+        obstacles[f"runner={runner} runs too few equal steps to replay any"] = ""
+    elif runner not in ("check", "plan") and not machine.gpus():
+        obstacles["there is no GPU here"] = ""
+    if ranks not in (1, None):
+        # FSDP gathers weights to other addresses in each step; transfers of tp, cp, ep and pp go around the blocks
+        exchange = f"what {ranks} ranks gather and exchange has none"
+        alone = "" if c.launch.kind == "external" else "parallel=single launch.nproc=null"
+        obstacles[f"a graph reads and writes fixed addresses, and {exchange}"] = alone
+    if mode not in ("auto", "block"):
+        obstacles[f"compile.mode is {mode}: it is blocks that are replayed"] = "compile.mode=block"
+    if backend != "inductor":
+        obstacles[f"compile.backend={backend} does not know it"] = "compile.backend=inductor"
     if not obstacles:
         return None
     # one problem with all obstacles: a fix helps only if it removes all of them
-    reasons, fixes = zip(*obstacles, strict=True)
-    fix = " ".join(fixes) if all(fixes) else ""
+    fix = " ".join(obstacles.values()) if all(obstacles.values()) else ""
     allowed = "false; true with compiled blocks (Inductor) in a training on one GPU"
-    message = f"is true, but {'; and '.join(reasons)}"
+    message = f"is true, but {'; and '.join(obstacles)}"
     return problem("compile.cuda_graphs", message, allowed, fix, "compile.cuda_graphs=false")
-
-
-def _check_graph_device(c: Any) -> tuple[str, str] | None:
-    """(obstacle, the override that removes it or "")."""
-    if c.runner.name in ("eval", "sample"):
-        return f"runner={c.runner.name} runs too few equal steps to replay any", ""
-    if c.runner.name in ("check", "plan") or machine.gpus():
-        return None
-    return "there is no GPU here", ""
-
-
-def _check_graph_ranks(c: Any) -> tuple[str, str] | None:
-    # FSDP gathers weights to other addresses in each step; transfers of tp, cp, ep and pp go around the blocks
-    ranks = count_ranks(c)
-    if ranks in (1, None):
-        return None
-    fix = "" if c.launch.kind == "external" else "parallel=single launch.nproc=null"
-    return f"a graph reads and writes fixed addresses, and what {ranks} ranks gather and exchange has none", fix
-
-
-def _check_graph_mode(c: Any) -> tuple[str, str] | None:
-    if c.compile.mode in ("auto", "block"):
-        return None
-    return f"compile.mode is {c.compile.mode}: it is blocks that are replayed", "compile.mode=block"
-
-
-def _check_graph_backend(c: Any) -> tuple[str, str] | None:
-    if c.compile.backend == "inductor":
-        return None
-    return f"compile.backend={c.compile.backend} does not know it", "compile.backend=inductor"
 
 
 def check_sharded_model(mode: str, token_degree: int) -> Problem | None:

@@ -17,7 +17,7 @@ BYTE_VOCABULARY = 258
 #: The least that sentencepiece can train: 256 bytes, 3 special tokens and one character of the corpus.
 _SMALLEST_VOCABULARY = 260
 
-#: (key, value that needs the package, package, what to type instead).
+#: Optional packages, looked up without importing them: (key, value that needs it, package, what to type instead).
 PACKAGES = (
     ("tracker.kind", "aim", "aim", "tracker=none"),
     ("data.kind", "hf", "datasets", "data=stdlib"),

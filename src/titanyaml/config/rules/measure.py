@@ -53,6 +53,7 @@ def profile_ranks_exist(c: Any) -> Problem | None:
     ranks = count_ranks(c)
     if c.profile.kind == "none" or ranks is None:
         return None
+    # an empty list would profile nothing, without a word
     absent = [rank for rank in c.profile.ranks if not 0 <= rank < ranks]
     if c.profile.ranks and not absent:
         return None
@@ -84,6 +85,7 @@ def bench_only_trains(c: Any) -> Problem | None:
         return None
     key = "validation.batches" if c.validation.batches else "checkpoint.enabled"
     message = "asks for what runner=bench leaves out, since it lies outside the step"
+    # both at once: where one is on, the other mostly is too
     return problem(key, message, "", "validation=none checkpoint=none")
 
 

@@ -70,6 +70,7 @@ def seq_len_fits_model(c: Any) -> Problem | None:
 
 @rule("model.attention_chunk", "train.seq_len", "parallel", "launch")
 def attention_chunk_needs_one_cp_rank(c: Any) -> Problem | None:
+    # attention across ranks knows causal runs only; a chunk that no sequence fills is no chunk
     chunk, seq_len, cp = c.model.attention_chunk, c.train.seq_len, resolve_degree(c, "cp")
     if chunk is None or seq_len <= chunk or cp in (None, 0, 1):
         return None

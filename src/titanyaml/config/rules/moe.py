@@ -36,6 +36,7 @@ def moe_reaches_a_block(c: Any) -> Problem | None:
     if not moe.num_experts or any(block.mixture for block in DecoderShape.of(c.model).blocks):
         return None
     message = f"is {moe.first_dense}, and one block in {moe.every} is a mixture: none of the {layers} is"
+    # both: with a period above the number of blocks no first_dense helps
     fix = "model.moe.first_dense=0 model.moe.every=1"
     return problem("model.moe.first_dense", message, f"0 .. {layers - 1} with model.moe.every=1", fix)
 
@@ -86,6 +87,7 @@ def router_gets_a_gradient(c: Any) -> Problem | None:
 
 @rule("model.moe", "parallel", "launch")
 def balance_loss_needs_whole_sequences(c: Any) -> Problem | None:
+    # the loss is a product of two sums over a sequence: parts of it do not add up
     loss, cp = c.model.moe.balance_loss, resolve_degree(c, "cp")
     if not loss or cp in (None, 0, 1):
         return None

@@ -75,6 +75,7 @@ def _count_microbatches(c: Any) -> int | None:
     batch, pp = c.train.global_batch, _ranks(c)
     if batch is None or pp == 1 or (ranks := count_ranks(c)) is None:
         return None
+    # cp, tp and pp ranks work on the same sequences; all others on sequences of their own
     cp, tp = c.parallel.cp, c.parallel.tp
     if min(cp, tp) < 1 or ranks % (cp * tp * pp):
         return None
@@ -88,6 +89,7 @@ def pp_keys_need_pp(c: Any) -> Problem | None:
     if not changed or resolve_degree(c, "pp") != 1:
         return None
     message = f"is {_spell(c, changed[0])}, but nothing reads it: parallel.pp is 1"
+    # a derived dp_shard would need an even number of GPUs
     dp_shard = " parallel.dp_shard=1" if c.parallel.dp_shard == -1 else ""
     pipeline = f"parallel.pp=2{dp_shard}{reset_nproc(c)}"
     return problem(f"parallel.{changed[0]}", message, "", _reset(changed), pipeline, is_unread=True)
@@ -249,6 +251,7 @@ def tied_embeddings_need_separate_ends(c: Any) -> Problem | None:
     # where one rank holds both ends, the shared weight would have to be in two FSDP groups
     if not c.model.tie_embeddings or _ranks(c) == 1 or resolve_token_degree(c) in (1, None):
         return None
+    # the nearest relative of the two schedules in a V: zero bubble, but in a loop
     csv, fix = c.parallel.pp_schedule_csv, "parallel.pp_schedule=InterleavedZeroBubble"
     joined, name = SCHEDULE_KINDS[c.parallel.pp_schedule].placement == "v", c.parallel.pp_schedule
     if csv is not None:

@@ -12,26 +12,13 @@ from titanyaml.errors import Problem
 RULES: list[Rule] = []
 rule = rule_decorator(RULES)
 
+#: Sustained rates of bfloat16, none of which can be above the dense bf16 peak; float8 has twice that peak.
+_BF16_RATES = ("gemm_bf16_tflops", "flash_forward_tflops", "flash_backward_tflops")
+_OTHER_RATES = ("cudnn_forward_tflops", "cudnn_backward_tflops")
+_TIMES_PEAK = dict.fromkeys((*_BF16_RATES, *_OTHER_RATES), 1) | {"gemm_fp8_tflops": 2}
 #: Keys of hardware that a plan cannot do without, and options of the group that have them all.
-_RATES = (
-    "gemm_bf16_tflops",
-    "memory_tb_s",
-    "flash_forward_tflops",
-    "flash_backward_tflops",
-    "peak_bf16_tflops",
-    "memory_gib",
-)
+_REQUIRED = (*_BF16_RATES, "memory_tb_s", "peak_bf16_tflops", "memory_gib")
 _DEVICES = ("h200", "h100_sxm", "h100_500w", "h100_pcie", "gh200", "a100_80gb", "a100_40gb", "b200")
-
-#: Sustained rates, and how many times the dense bf16 peak each can be at most: float8 has twice that peak.
-_BELOW_PEAK = {
-    "gemm_bf16_tflops": 1,
-    "gemm_fp8_tflops": 2,
-    "flash_forward_tflops": 1,
-    "flash_backward_tflops": 1,
-    "cudnn_forward_tflops": 1,
-    "cudnn_backward_tflops": 1,
-}
 
 
 @rule("hardware")
@@ -48,7 +35,7 @@ def reserve_is_below_device_memory(c: Any) -> Problem | None:
 @rule("hardware")
 def rates_are_below_peak(c: Any) -> Problem | None:
     peak = c.hardware.peak_bf16_tflops
-    for name, times in _BELOW_PEAK.items():
+    for name, times in _TIMES_PEAK.items():
         rate = getattr(c.hardware, name)
         if peak is None or rate is None or rate <= times * peak:
             continue
@@ -61,7 +48,7 @@ def rates_are_below_peak(c: Any) -> Problem | None:
 
 @rule("runner.name", "hardware")
 def plan_needs_device_rates(c: Any) -> Problem | None:
-    missing = next((name for name in _RATES if getattr(c.hardware, name) is None), None)
+    missing = next((name for name in _REQUIRED if getattr(c.hardware, name) is None), None)
     if c.runner.name != "plan" or missing is None:
         return None
     rates = f"runner=plan reckons with the rates of a device, and hardware={c.hardware.name} has none"

@@ -22,16 +22,12 @@ RULES: list[Rule] = []
 rule = rule_decorator(RULES)
 
 #: CUDA compute capability of the devices in conf/hardware.
-CAPABILITY = {
-    "a100_40gb": 8.0,
-    "a100_80gb": 8.0,
-    "h100_sxm": 9.0,
-    "h100_500w": 9.0,
-    "h100_pcie": 9.0,
-    "h200": 9.0,
-    "gh200": 9.0,
-    "b200": 10.0,
+_DEVICES = {
+    8.0: ("a100_40gb", "a100_80gb"),
+    9.0: ("h100_sxm", "h100_500w", "h100_pcie", "h200", "gh200"),
+    10.0: ("b200",),
 }
+CAPABILITY = {device: capability for capability, devices in _DEVICES.items() for device in devices}
 #: Ada (8.9) is the first with float8 tensor cores, Blackwell (10.0) the first with scales per 32 numbers.
 _FLOAT8_CAPABILITY, _MX_CAPABILITY = 8.9, 10.0
 
@@ -75,6 +71,7 @@ def quant_needs_a_device_that_multiplies(c: Any) -> Problem | None:
     recipe, hardware = c.quant.recipe, c.hardware.name
     if recipe == "none" or c.quant.emulate:
         return None
+    # emulation and the short accumulator exclude each other (emulation_excludes_fast_accum)
     emulated = "quant.emulate=true quant.fast_accum=null" if c.quant.fast_accum else "quant.emulate=true"
     if c.quant.product == "own" and c.runner.name != "plan" and machine.gpus():
         emulated = f"quant.emulate=true {_use_torchao(c)}"  # ours emulate on a CPU only
@@ -132,6 +129,7 @@ def float8_gather_needs_tensorwise(c: Any) -> Problem | None:
 
 @rule("quant.fsdp_float8_all_gather", "parallel", "launch")
 def float8_gather_needs_shards(c: Any) -> Problem | None:
+    # cp ranks are FSDP ranks too: weights are sharded over dp_shard*cp
     if not c.quant.fsdp_float8_all_gather or (resolve_degree(c, "dp_shard"), resolve_degree(c, "cp")) != (1, 1):
         return None
     message = "is true, but parallel.dp_shard is 1: nothing is gathered"
@@ -182,6 +180,7 @@ def quant_converts_a_layer(c: Any) -> Problem | None:
     recipe, tp = c.quant.recipe, resolve_degree(c, "tp")
     if recipe == "none" or not tp or not only_shipped_plugins(c):
         return None
+    # what a tp rank multiplies decides; one layer of each reason is named
     sizes = {name: linear.local(tp) for name, linear in linear_layers(c.model).items()}
     reasons = {reason_for_high_precision(c.quant, name, n, k, tp=tp): name for name, (k, n) in sizes.items()}
     if "" in reasons:
@@ -189,6 +188,7 @@ def quant_converts_a_layer(c: Any) -> Problem | None:
     explained = "; ".join(f"{name}: {reason}" for reason, name in reasons.items())
     filters = ["quant.auto_filter_small_kn=false"] if c.quant.auto_filter_small_kn else []
     filters += ["quant.filter_fqns=[]"] if c.quant.filter_fqns else []
+    # without the filters some layer is converted only if one has both dimensions aligned
     unit = ALIGNMENT[recipe]
     is_aligned = any(n % unit == k % unit == 0 for k, n in sizes.values())
     unfiltered = " ".join(filters) if is_aligned else ""
@@ -218,7 +218,8 @@ def rowwise_matmuls_exclude_float32(c: Any) -> Problem | None:
 
 @rule("quant.recipe", "train.local_batch", "train.seq_len", "model.max_seq_len", "parallel", "launch")
 def tokens_are_aligned_for_float8(c: Any) -> Problem | None:
-    # the weight's gradient is a sum over tokens, so their number is a dimension of a float8 GEMM like any other
+    # The weight's gradient is a sum over tokens, so their number is a dimension of a float8 GEMM like any other. In
+    # float8_rowwise_with_gw_hp that GEMM is in high precision.
     recipe = c.quant.recipe
     if recipe in ("none", "float8_rowwise_with_gw_hp") or c.parallel.cp == 0:
         return None
