@@ -29,8 +29,7 @@ class CheckpointFinder:
         names = self.peers.run_on_main("listing", lambda: [path.name for path in folder.newest_first(root)])
         problems: list[str] = []
         for path in (root / name for name in names):
-            damage = self._damage(path)
-            if not damage:
+            if not (damage := self._damage(path)):
                 return path
             problems.append(f"{path.name}: {damage[0]}")
             self.damaged.add(path)

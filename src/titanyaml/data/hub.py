@@ -61,9 +61,8 @@ def _load(spec: schema.Data, split: str) -> Dataset | IterableDataset:
         # what save_to_disk wrote; load_dataset would read its Arrow files without their splits
         if folder and ((folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()):
             return _saved_split(datasets.load_from_disk(str(folder)), spec, split)
-        path = str(folder) if folder else spec.dataset
         options: dict[str, Any] = {"split": split, "revision": spec.revision, "streaming": spec.streaming}
-        return datasets.load_dataset(path, spec.subset, **options)
+        return datasets.load_dataset(str(folder or spec.dataset), spec.subset, **options)
     except TitanError:
         raise
     except Exception as error:  # dozens of kinds, from a missing split to a failed download

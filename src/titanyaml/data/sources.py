@@ -89,7 +89,6 @@ def _file_source(
 def _hub_source(spec: schema.Data, split: str) -> Source:
     if not spec.dataset:
         raise ConfigError("no dataset is named", key="data.dataset", hint="data.dataset=allenai/c4 or a local folder")
-    has_own_split = spec.validation_split is not None
     hub_split = spec.validation_split if spec.validation_split is not None and split == "validation" else spec.split
     folder = hub.local_folder(spec.dataset)
     identity = {"kind": "hf", "dataset": "" if folder else spec.dataset, "subset": spec.subset, "split": hub_split}
@@ -102,7 +101,7 @@ def _hub_source(spec: schema.Data, split: str) -> Source:
         identity["dataset"] = str(folder)
     elif spec.revision is None:
         log.info("data.revision is null: a change of %s on the hub will not be noticed", spec.dataset)
-    fraction = None if has_own_split else spec.validation_fraction
+    fraction = spec.validation_fraction if spec.validation_split is None else None  # that split is held out already
     return Source(f"{spec.dataset}[{hub_split}]", identity, lambda: hub.rows(spec, hub_split), manifest, fraction)
 
 

@@ -19,9 +19,8 @@ def split_as_configured(
 ) -> list[int]:
     """Layers of each stage as the configuration says; ValueError: in words what does not fit.
 
-    Args:
-        names: numbers of layers, or the first layer of each stage ("layers.0", "layers.4", ...).
-        first_less, last_less: layers by which the ends fall short of an even share; None: 0.
+    names: numbers of layers, or the first layer of each stage ("layers.0", "layers.4", ...). first_less, last_less:
+    layers by which the ends fall short of an even share; None: 0.
     """
     if names:
         counts = _listed_counts(layers, names)
