@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from titanyaml.distributed import async_tp_times, compat, compat_async_tp
-from titanyaml.distributed.collective_places import CollectivePlace, block_places
 from titanyaml.distributed.env import Env, start, stop
+from titanyaml.distributed.graph_matmuls import CollectivePlace, block_places
 from titanyaml.distributed.tensor import TensorGroup, gather_sequence
 
 #: (sequences, tokens of each, dim, width of queries, of keys, of the feed-forward): of the whole model.

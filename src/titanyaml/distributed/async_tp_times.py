@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanyaml.distributed import compat
-from titanyaml.distributed.collective_places import CollectivePlace
 from titanyaml.distributed.float8_reduce_scatter import float8_matmul_exchange
+from titanyaml.distributed.graph_matmuls import CollectivePlace
 from titanyaml.distributed.tensor import TensorGroup, gather_sequence, scatter_sum
 from titanyaml.rundir import atomic_write
 

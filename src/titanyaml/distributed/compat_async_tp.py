@@ -26,8 +26,8 @@ from torch._inductor.fx_passes import micro_pipeline_tp as inductor_pass
 from torch.distributed import _symmetric_memory
 from torch.fx import Graph, Node
 
-from titanyaml.distributed import collective_places, compat, float8_reduce_scatter, graph_matmuls
-from titanyaml.distributed.collective_places import CollectivePlace
+from titanyaml.distributed import compat, float8_reduce_scatter, graph_matmuls
+from titanyaml.distributed.graph_matmuls import CollectivePlace
 
 #: Fused graphs ran on GPUs with 2.11 and on CPU ranks with 2.13.
 TRIED_TORCH = ("2.11", "2.13")
@@ -47,14 +47,10 @@ _LIBRARIES: list[torch.library.Library] = []  # a kernel is unregistered when it
 
 @dataclass(frozen=True)
 class Fusions:
-    """Collectives of one tp group in the graphs that were compiled; side is "forward" or "backward".
+    """Collectives of one tp group in the graphs that were compiled; side is "forward" or "backward"."""
 
-    Args:
-        fused: how many of (side, kind) were fused with a matmul. unfused: how many of (side, kind, reason) were not.
-    """
-
-    fused: Counter[tuple[str, str]] = field(default_factory=Counter)
-    unfused: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    fused: Counter[tuple[str, str]] = field(default_factory=Counter)  # (side, kind) of those fused with a matmul
+    unfused: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (side, kind, reason) of the others
 
     def __sub__(self, earlier: Fusions) -> Fusions:
         return Fusions(self.fused - earlier.fused, self.unfused - earlier.unfused)
@@ -83,9 +79,6 @@ def fuse_collectives(
     Args:
         kinds: of "all_gather" and "reduce_scatter". device_type: "cpu" registers plain kernels of the fused operators.
         wins: whether a measured place is faster fused; no other place is touched. None: all are fused.
-
-    Raises:
-        RuntimeError: the hook is in use, or this torch lacks a name.
     """
     required = ((module, name) for module, names in _REQUIRED_NAMES.items() for name in names)
     if missing := [f"{module.__name__}.{name}" for module, name in required if not hasattr(module, name)]:
@@ -109,7 +102,7 @@ class FuseCollectives(CustomGraphPass):
     def uuid(self) -> Any:
         """Part of the key of Inductor's cache: graphs change with this code and with the decisions."""
         wins = None if self.wins is None else sorted(self.wins.items())
-        modules = (collective_places, float8_reduce_scatter, graph_matmuls)
+        modules = (float8_reduce_scatter, graph_matmuls)
         files = (__file__, *(str(module.__file__) for module in modules))
         return get_hash_for_files(files, repr((self.group_name, self.kinds, wins)))
 

@@ -28,19 +28,13 @@ _TORCH_FOLDER = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """What torch.compile has done in this process.
+    """What torch.compile has done in this process; to Inductor a forward and a backward are two graphs."""
 
-    Args:
-        graphs: that Dynamo captured. breaks: why a graph broke, and how often.
-        built, cached: graphs of Inductor that were compiled, and that came out of its cache on disk; a forward and a
-            backward count as two. skipped: graphs that could not be replayed as CUDA graphs.
-    """
-
-    graphs: int = 0
-    breaks: Counter[str] = field(default_factory=Counter)
-    built: int = 0
-    cached: int = 0
-    skipped: int = 0
+    graphs: int = 0  # that Dynamo captured
+    breaks: Counter[str] = field(default_factory=Counter)  # why a graph broke, and how often
+    built: int = 0  # graphs that Inductor compiled
+    cached: int = 0  # graphs out of Inductor's cache on disk
+    skipped: int = 0  # graphs that could not be replayed as CUDA graphs
 
     def __sub__(self, earlier: CompileCounts) -> CompileCounts:
         return CompileCounts(*(getattr(self, part.name) - getattr(earlier, part.name) for part in fields(self)))
@@ -149,10 +143,8 @@ def _location_of(error: Exception) -> str:
     """``file:line (function)`` of the innermost frame that is not torch's own."""
     frames: list[FrameSummary] = list(getattr(error, "real_stack", None) or [])
     outside_torch = [frame for frame in frames if not frame.filename.startswith(_TORCH_FOLDER)] or frames
-    if not outside_torch:
-        return "an unknown line"
-    frame = outside_torch[-1]
-    return f"{frame.filename}:{frame.lineno} ({frame.name})"
+    labels = [f"{frame.filename}:{frame.lineno} ({frame.name})" for frame in outside_torch]
+    return labels[-1] if labels else "an unknown line"
 
 
 def cuda_graphs_recorded(device: torch.device) -> int:

@@ -47,12 +47,9 @@ def gather_positions(x_BNSH: Tensor, group: TensorGroup) -> Tensor:
 
 
 def sequence_to_heads(tensors_BNSH: tuple[Tensor, ...], group: TensorGroup) -> tuple[Tensor, ...]:
-    """From all heads of the rank's positions to some heads of all positions: each [B, N, S, H] to [B, N/W, T, H].
-
-    The results are views in the memory order B, T, heads, H.
-    """
+    """From all heads of the rank's positions to some heads of all positions: each [B, N, S, H] to [B, N/W, T, H]."""
     # One all-to-all for all tensors: one of each would pay its latency again. There is one copy before it and, with
-    # several sequences, one after it.
+    # several sequences, one after it. The results are views in the memory order B, T, heads, H.
     size = group.size
     heads = [x.shape[1] // size for x in tensors_BNSH]
     by_head_group = [x.transpose(1, 2).unflatten(2, (size, -1)).movedim(2, 0) for x in tensors_BNSH]

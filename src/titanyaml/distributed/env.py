@@ -33,11 +33,8 @@ class Env:
     def from_environ(cls, device: str | None = None, *, environ: Mapping[str, str] = os.environ) -> Env:
         """Read RANK, WORLD_SIZE and LOCAL_RANK as torchrun and our launcher set them; all absent: one rank.
 
-        Args:
-            device: ``"cpu"`` or ``"cuda"``; None: the GPU where torch sees one.
-
-        Raises:
-            LaunchError: the variables are incomplete or contradict each other, or there are more ranks than GPUs here.
+        ``device`` is "cpu" or "cuda"; None: the GPU where torch sees one. A LaunchError says what variables are missing
+        or contradict each other, or that there are more ranks than GPUs here.
         """
         rank, world_size, local_rank = _read_rank_variables(environ)
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -43,8 +43,7 @@ def grad_norm(
         square_sum: sums the squares of this rank's tensors, in place of PyTorch's operators (not in float64).
 
     Returns:
-        0-dim, float64 if any gradient is, else float32; bit-equal on all ranks of a mesh and of ``stages``. 0 without
-        gradients.
+        0-dim, float64 if any gradient is, else float32; bit-equal on all ranks of a mesh and of ``stages``.
     """
     assert norm_type in (2.0, float("inf")), norm_type
     shards: dict[_ShardAxes, list[Tensor]] = defaultdict(list)

@@ -35,11 +35,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def check_replicas_match(named_tensors: Iterable[tuple[str, Tensor]], env: Env) -> None:
-    """Compare every tensor, or every shard of a DTensor, with its copies on other ranks, bit for bit.
-
-    Raises:
-        TitanError: copies differ; it names the first tensor and its ranks.
-    """
+    """Raise a TitanError unless every tensor, or shard of a DTensor, equals its copies on other ranks, bit for bit."""
     if env.world_size == 1:
         return
     sums = {(name, _shard_of(tensor)): checksum(local(tensor)) for name, tensor in named_tensors}

@@ -81,10 +81,7 @@ def all_reduce_gradient(x: Tensor, group: TensorGroup, *, dtype: torch.dtype | N
 
 
 def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: TensorGroup) -> Tensor:
-    """All-to-all of rows [sum(sent), ...], those for rank 0 first, to [sum(received), ...]; gradients travel back.
-
-    ``sent`` and ``received`` are numbers of rows to and from each rank.
-    """
+    """All-to-all of rows, those for rank 0 first: ``sent[r]`` to and ``received[r]`` from rank r; gradients go back."""
     send = partial(compat.all_to_all, received=received, sent=sent, group_name=group.name)
     send_back = partial(compat.all_to_all, received=sent, sent=received, group_name=group.name)
     return LinearMap.apply(x, send, send_back)

@@ -22,19 +22,16 @@ BLOCK, WARPS = 2048, 8
 
 
 class Factors(NamedTuple):
-    """What one update multiplies by, equal for all elements; in the order of the kernel's arguments.
-
-    ``decay`` = 1 - lr * weight_decay; ``step_size`` = lr / (1 - beta1^t); ``root_scale`` = 1 / sqrt(1 - beta2^t).
-    """
+    """What one update multiplies by, equal for all elements; in the order of the kernel's arguments."""
 
     beta1: float
     one_minus_beta1: float
     beta2: float
     one_minus_beta2: float
     eps: float
-    decay: float
-    step_size: float
-    root_scale: float
+    decay: float  # 1 - lr * weight_decay
+    step_size: float  # lr / (1 - beta1^t)
+    root_scale: float  # 1 / sqrt(1 - beta2^t)
 
     @classmethod
     def at(cls, step: int, *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> Factors:

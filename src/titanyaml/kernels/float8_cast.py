@@ -31,13 +31,10 @@ SMALLEST = 1e-12  # a smaller amax counts as this: no division by zero
 
 
 class Float8Copies(NamedTuple):
-    """A row-major copy with its inverse scales, and the transposed one with its; None if it was not requested.
-
-    data_MK, data_KM: float8. inverse_M1, inverse_K1: float32, or [1, 1] for one scale of the matrix.
-    """
+    """A row-major copy with its inverse scales, and the transposed one with its; None if it was not requested."""
 
     data_MK: Tensor | None
-    inverse_M1: Tensor | None
+    inverse_M1: Tensor | None  # float32; [1, 1] for one scale of the matrix
     data_KM: Tensor | None
     inverse_K1: Tensor | None
 
@@ -80,8 +77,7 @@ def float8_cast(
             a row. dtype: float8_e4m3fn or float8_e5m2. power_of_2: round scales down to powers of two.
         fused: the Triton kernel, else plain PyTorch. row_major, transposed: which copies are made.
 
-    Returns:
-        The copies. A value that is not finite makes its row and column, or everything, NaN.
+    A value that is not finite makes its row and column, or everything, NaN.
     """
     if fused:
         tensors = _cast_operator(_matrix(x), amax, dtype, power_of_2, row_major, transposed)

@@ -146,10 +146,7 @@ class Float8Gather:
 
 
 class ShardedWeight(Tensor):
-    """A weight in full precision, ``_tensor``, and its float8 copy.
-
-    Every view of all of it holds the same ``_tensor``, and so has one version.
-    """
+    """A weight in full precision, ``_tensor``, and its float8 copy. A view of all of it holds the same ``_tensor``."""
 
     __torch_function__ = compat.no_torch_function
 
@@ -232,8 +229,7 @@ class GatheredWeight(Tensor):
         return compat.make_wrapper_tensor(cls, numbers, dtype=dtype)
 
     def __init__(self, numbers: Tensor, inverse_scale: Tensor, dtype: torch.dtype) -> None:
-        self.numbers = numbers
-        self.inverse_scale = inverse_scale
+        self.numbers, self.inverse_scale = numbers, inverse_scale
 
     def __repr__(self) -> str:  # type: ignore[override] # torch.compile calls it without arguments
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"

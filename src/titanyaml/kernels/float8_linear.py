@@ -32,21 +32,14 @@ _Copy = Tensor | None  # of Float8Copies
 
 @dataclass(frozen=True)
 class Float8Options:
-    """How a layer casts and multiplies.
+    """How a layer casts and multiplies."""
 
-    Args:
-        recipe: granularity of the scales. Rowwise ones are powers of two, so that scaling itself never rounds.
-        fast_accum: the two gradient GEMMs add in the tensor core's short accumulator; the forward always does.
-        grad_dtype: float8_e4m3fn, or float8_e5m2 with more range and one bit less precision.
-        fused: cast by the Triton kernels (``float8_cast``).
-        recast_weight: the backward pass reads the weight and casts it again; else its transposed float8 copy is kept
-            from the forward pass, one byte a weight. A weight gathered in float8 is transposed in the backward pass.
-    """
-
-    recipe: Recipe
-    fast_accum: bool
-    grad_dtype: torch.dtype = E4M3
-    fused: bool = False
+    recipe: Recipe  # granularity of the scales; rowwise ones are powers of two, so that scaling itself never rounds
+    fast_accum: bool  # the gradient GEMMs add in the tensor core's short accumulator; the forward always does
+    grad_dtype: torch.dtype = E4M3  # or float8_e5m2, with more range and one bit less precision
+    fused: bool = False  # cast by the Triton kernels (``float8_cast``)
+    # The backward pass reads the weight and casts it again; else its transposed float8 copy is kept from the forward
+    # pass, one byte a weight. A weight gathered in float8 is transposed in the backward pass.
     recast_weight: bool = True
 
     @property

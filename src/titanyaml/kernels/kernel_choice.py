@@ -19,11 +19,7 @@ class KernelChoice:
 
 
 def choose_kernels(name: str, *, device: torch.device, dtype: torch.dtype) -> KernelChoice:
-    """Resolve ``kernels.name`` (auto, torch or fused) for the device and compute dtype of this run.
-
-    Raises:
-        ConfigError: fused kernels were requested and cannot run here.
-    """
+    """Resolve ``kernels.name`` (auto, torch or fused) for this run; ConfigError where fused ones cannot run."""
     if name == "torch":
         return KernelChoice(False, "kernels=torch")
     missing = _missing(device, dtype)

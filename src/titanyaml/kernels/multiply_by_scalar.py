@@ -15,11 +15,7 @@ BLOCK, WARPS = 4096, 8
 
 
 def multiply_by_scalar(x: Tensor, factor: Tensor, *, fused: bool) -> Tensor:
-    """x * factor in a new tensor of x's dtype, multiplied in the wider of the two dtypes.
-
-    Args:
-        x: contiguous. factor: 0-dim, float32 or wider. fused: the Triton kernel (not in float64), else plain PyTorch.
-    """
+    """Contiguous x times a 0-dim factor (float32 or wider), multiplied in the wider dtype; fused: not in float64."""
     if fused:
         return _operator(x, factor)
     # a factor of one dimension takes part in type promotion

@@ -16,14 +16,9 @@ BLOCK, BLOCKS, WARPS = 8192, 8, 8
 
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """0-dim, float64.
-
-    65,536 squares are summed in float32 by one program, and these sums in float64: accurate at any size, and always in
-    the same order, so that ranks with equal gradients get equal norms.
-
-    Args:
-        tensors: on one device, bfloat16, float16 or float32; one that is not contiguous is copied.
-    """
+    """0-dim, float64, of bfloat16, float16 or float32 tensors on one device; one that is not contiguous is copied."""
+    # One program sums 65,536 squares in float32, and these sums are summed in float64: accurate at any size, and always
+    # in the same order, so that ranks with equal gradients get equal norms.
     num_programs = [ceil_div(t.numel(), BLOCK * BLOCKS) for t in tensors]
     sums = torch.empty(sum(num_programs), dtype=torch.float32, device=tensors[0].device)
     for tensor, own in zip(tensors, sums.split(num_programs), strict=True):
