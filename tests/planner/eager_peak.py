@@ -68,7 +68,7 @@ class _Program:
 
     def _pipeline(self) -> dict[str, Parts]:
         job, instants = self.job, {}
-        first, _ = job.ends_of(self.rank)
+        first = any(stage.first for stage in self.stages)
         buffers, unsharded = memory.stream_buffers(job, self.stages), memory.UnshardedOnPipelineRank(job, self.stages)
         saved_by_forward = (sum(self.saved) + self.stream * first) / job.stages_per_rank
         starts = list(itertools.accumulate((len(stage.blocks) for stage in self.stages), initial=0))

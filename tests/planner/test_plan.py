@@ -13,11 +13,11 @@ from titanyaml.errors import ConfigError
 from titanyaml.planner.model import cost, devices, from_config, memory, operators, primitives, step
 from titanyaml.planner.model.inputs import FUSED, TITANYAML, Mesh
 from titanyaml.planner.model.plan import plan_job
-from titanyaml.planner.report import timeline
-from titanyaml.planner.report.budget import budget
+from titanyaml.planner.model.uncertainty import relative_range
+from titanyaml.planner.report import render
 from titanyaml.planner.report.remarks import remarks_on
 from titanyaml.planner.search import remedies
-from titanyaml.runner import plan_vs_measured
+from titanyaml.runner import run_report
 
 
 def test_published_sizes(job) -> None:
@@ -210,14 +210,14 @@ def test_a_good_plan_has_no_remarks(job) -> None:
     ],
 )
 def test_range_has_reasons(job, option: str, changed: dict, width: float, words: str) -> None:
-    planned_range = plan_job(job(option, **changed)).range
+    planned_range = relative_range(job(option, **changed))
     assert planned_range[0] == width
     assert words in planned_range[1]
 
 
 def test_calibrated_rates_have_their_own_range(job) -> None:
     h200 = job("h200")
-    width, why = plan_job(replace(h200, device=replace(h200.device, basis="calibrated"))).range
+    width, why = relative_range(replace(h200, device=replace(h200.device, basis="calibrated")))
     assert width == 0.25 and "103 are planned within 25 %" in why
 
 
@@ -231,16 +231,16 @@ def test_small_budget_recomputes_gemms(job) -> None:
 
 def test_token_budget(job) -> None:
     planned = plan_job(job())
-    spent = budget(planned, tokens=planned.tps * 8 * 3600, power_w=500, price_per_hour=2.0)
+    spent = planned.budget(planned.tps * 8 * 3600, power_w=500, price_per_hour=2.0)
     assert spent["gpu_hours"] == pytest.approx(8)
     assert spent["days"] == pytest.approx(1 / 24)
     assert spent["cost"] == pytest.approx(16)
     assert spent["energy_mwh"] == pytest.approx(8 * 500 / 1e6)
-    assert budget(planned, tokens=1.0, power_w=None, price_per_hour=None)["cost"] is None
+    assert planned.budget(1.0, power_w=None, price_per_hour=None)["cost"] is None
 
 
 def test_events_of_a_stream_do_not_overlap(job) -> None:
-    events = [event for event in timeline.trace_events(step.plan_step(job()))["traceEvents"] if event["ph"] == "X"]
+    events = [event for event in render.timeline(step.plan_step(job()))["traceEvents"] if event["ph"] == "X"]
     for stream in (1, 2):
         on_stream = sorted((event for event in events if event["tid"] == stream), key=lambda event: event["ts"])
         assert len(on_stream) > 60
@@ -292,7 +292,8 @@ def test_pipeline_is_split_as_it_is_run(configure) -> None:
     assert interleaved.tokens_per_step == 64 * 8192 and interleaved.tokens == 8192
     assert sum(interleaved.layers_of_ranks) == 80
     v_schedule = from_config.job(configure("model=llama3_70b", "parallel=pp4", "parallel.pp_schedule=ZBVZeroBubble"))
-    assert v_schedule.ends_of(0) == (True, True), "a V ends where it began"
+    first, last = v_schedule.stages_of(0)
+    assert first.first and last.last, "a V ends where it began"
 
 
 def test_schedule_from_a_file_is_simulated(configure, tmp_path) -> None:
@@ -328,13 +329,13 @@ def test_run_is_compared_with_its_plan(configure) -> None:
     env = Env(0, 1, 0, torch.device("cuda"), "nccl")
     record = {"step": 20, "tps": 1000.0, "step_s": 1.0, "mem_reserved_gib": 2.0}
     config = configure("parallel=single", "train.local_batch=2")
-    comparison = plan_vs_measured.compare(config, env, record)
+    comparison = run_report.compare_with_plan(config, env, record)
     planned = plan_job(from_config.job(config))
     assert comparison["error"]["tps"] == pytest.approx(planned.tps / 1000 - 1)
     assert comparison["measured"] == {"tps": 1000.0, "step_s": 1.0, "memory_gib": 2.0}
-    assert plan_vs_measured.compare(config, Env(0, 1, 0, torch.device("cpu"), "gloo"), record) is None
+    assert run_report.compare_with_plan(config, Env(0, 1, 0, torch.device("cpu"), "gloo"), record) is None
     config.hardware = schema.Hardware(name="mine")
-    assert plan_vs_measured.compare(config, env, record) is None, "a device without rates"
+    assert run_report.compare_with_plan(config, env, record) is None, "a device without rates"
 
 
 def test_typed_cluster_wins_over_that_of_the_device(configure) -> None:
@@ -361,7 +362,7 @@ def test_experts_are_spread_over_ep_ranks(configure) -> None:
     )
     comm = {(row["axis"], row["op"]): row for row in plan_job(spread).communication()}
     assert comm["ep", "all_to_all"]["bytes"] > 0 and comm["ep", "all_to_all"]["exposed_s"] > 0
-    assert plan_job(spread).range[0] == 0.30
+    assert relative_range(spread)[0] == 0.30
 
 
 def test_grouped_gemms_of_few_rows_are_slow(job) -> None:

@@ -106,11 +106,9 @@ class DecoderShape:
 
     @property
     def blocks(self) -> tuple[BlockKind, ...]:
-        """The kind of each block."""
         return tuple(map(self.kind, range(self.num_layers)))
 
     def kind(self, layer: int) -> BlockKind:
-        """The kind of block ``layer``."""
         moe = self.mixture
         mixture = moe is not None and layer >= moe.first_dense and (layer + 1) % moe.every == 0
         rotary = self.rotary and not (self.nope_every and (layer + 1) % self.nope_every == 0)
@@ -152,12 +150,10 @@ class DecoderShape:
 
     @property
     def router_params(self) -> int:
-        """Parameters of a mixture block's router."""
         return self.experts.num_experts * self.dim
 
     @property
     def expert_params(self) -> int:
-        """Parameters of one expert."""
         return 3 * self.dim * self.experts.ffn_dim
 
     def block_params(self, block: BlockKind) -> int:
@@ -176,10 +172,6 @@ class DecoderShape:
     def num_tables(self) -> int:
         """Embedding and head, or the one weight that they share."""
         return 1 if self.tied else 2
-
-    def local_block(self, block: BlockKind, tp: int) -> float:
-        """Parameters of a block on a tp rank, without experts. Norms and router are whole on every rank."""
-        return _local_block(self, block, tp)
 
     def local_root(self, tp: int, *, first: bool = True, last: bool = True) -> float:
         """Parameters of embedding (first), head and final norm (last) on a tp rank. A tied weight is on both ranks."""
@@ -209,17 +201,15 @@ class DecoderShape:
 def training_flops_per_token(matmul_params: int, attention_width: int, seq_len: int) -> int:
     """FLOPs of forward and backward by the convention of published MFU figures (Chowdhery et al. 2022, appendix B).
 
-    Attention is not halved for causality, and recomputation is not counted.
-
-    Args:
-        matmul_params: parameters that a token is multiplied by.
-        attention_width: features of all query heads of all layers.
+    Attention is not halved for causality, and recomputation is not counted. ``matmul_params`` multiply a token;
+    ``attention_width`` are the features of all query heads of all layers.
     """
     return 6 * matmul_params + 12 * attention_width * seq_len
 
 
 # Cached: a plan asks for every block of every pipeline rank, and a search makes thousands of plans.
 @functools.cache
-def _local_block(shape: DecoderShape, block: BlockKind, tp: int) -> float:
+def local_block_params(shape: DecoderShape, block: BlockKind, tp: int) -> float:
+    """Parameters of a block on a tp rank, without experts. Norms and router are whole on every rank."""
     split = sum(linear.params for linear in shape.linears_of(block))
     return split / tp + shape.norm_params + (shape.router_params if block.mixture else 0)

@@ -12,8 +12,7 @@ from titanyaml.config import degrees
 from titanyaml.config.schema import Config
 from titanyaml.planner.model import from_config
 from titanyaml.planner.model.plan import Plan, plan_job
-from titanyaml.planner.report import render, timeline
-from titanyaml.planner.report.budget import budget
+from titanyaml.planner.report import render
 from titanyaml.planner.report.remarks import remarks_on
 from titanyaml.planner.search import choose_ac
 from titanyaml.planner.search.choose_ac import AcChoice
@@ -44,7 +43,7 @@ def plan(config: Config, run: RunDir, env: None) -> dict[str, Any]:
         console.print(choice.sentence(), highlight=False, soft_wrap=True)
     atomic_write(run.path / "plan.json", json.dumps(record, indent=1) + "\n")
     atomic_write(run.path / "plan.md", render.markdown(record))
-    atomic_write(run.path / "timeline.json", json.dumps(timeline.trace_events(planned.step)) + "\n")
+    atomic_write(run.path / "timeline.json", json.dumps(render.timeline(planned.step)) + "\n")
     console.print(f"written: {run.path}/plan.json, plan.md, timeline.json", highlight=False, soft_wrap=True)
     tps = planned.tps if planned.fits else 0.0
     return {"metric": tps, "tps": tps, "fits": planned.fits}
@@ -68,7 +67,7 @@ def _record(config: Config, planned: Plan) -> dict[str, Any]:
     mesh = {axis: planned.job.mesh.size(axis) for axis in degrees.AXES}
     tokens = config.runner.token_budget or config.train.steps * planned.job.tokens_per_step
     device = config.hardware
-    spent = budget(planned, tokens=tokens, power_w=device.power_w, price_per_hour=device.price_per_hour)
+    spent = planned.budget(tokens, power_w=device.power_w, price_per_hour=device.price_per_hour)
     remarks = remarks_on(planned)
     if config.parallel.fsdp_cpu_offload:
         remarks.append("parallel.fsdp_cpu_offload is planned as if weights and optimizer were on the device")

@@ -40,7 +40,6 @@ class Times:
     comm: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
     def add(self, kind: str, seconds: float) -> None:
-        """Add seconds to a class."""
         self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
 
     def send(self, axis: str, op: str, *, bytes: float, seconds: float, exposed: float, count: float = 1) -> None:
@@ -75,33 +74,24 @@ def gemm_rate(job: Job, dtype: str) -> float:
     device = job.device
     rate = device.fp8_tflops if dtype == "fp8" else device.bf16_tflops
     if rate is None:
-        raise ConfigError(
-            f"{device.name} has no rate for float8 products",
-            key="hardware.gemm_fp8_tflops",
-            hint="quant=none or hardware=h200",
-        )
+        problem, hint = f"{device.name} has no rate for float8 products", "quant=none or hardware=h200"
+        raise ConfigError(problem, key="hardware.gemm_fp8_tflops", hint=hint)
     speedup = OWN_GEMM_SPEEDUP if job.own_float8 and dtype == "fp8" and device.basis != "calibrated" else 1.0
     return rate * 1e12 / _SLOWER.get(dtype, 1.0) * speedup * job.software.gemm_age
 
 
 def gemm_seconds(job: Job, gemm: Gemm) -> float:
-    """Seconds of a GEMM."""
     rate = gemm_rate(job, gemm.dtype)
-    shape = _fp8_shape(job) if gemm.dtype == "fp8" else job.device.bf16_shape
+    shape = job.device.bf16_shape
+    if gemm.dtype == "fp8":
+        # unless it is known: edges cost the same time as in bf16, which is more elements of a faster GEMM
+        assert job.device.fp8_tflops is not None, "gemm_rate refuses a device without float8"
+        shape = job.device.fp8_shape or shape * job.device.fp8_tflops / job.device.bf16_tflops
     # each group of a grouped GEMM has its own rows (or summands), and a weight (or a result) of its own
     m, k = (gemm.m / gemm.groups, gemm.k) if gemm.split == "m" else (gemm.m, gemm.k / gemm.groups)
     computing = gemm.flops / rate * (1 + shape * (1 / m + 1 / gemm.n + 1 / k))
     operands, results = (m * k + k * gemm.n) * _IN_BYTES[gemm.dtype], m * gemm.n * _OUT_BYTES[gemm.dtype]
     return max(computing, gemm.groups * (operands + results) / bandwidth(job), _launch(job))
-
-
-def _fp8_shape(job: Job) -> float:
-    """The shape constant s of float8: edges cost the same time as in bf16, which is more elements of a faster GEMM."""
-    device = job.device
-    if device.fp8_shape:
-        return device.fp8_shape
-    assert device.fp8_tflops is not None, "gemm_rate refuses a device without float8"
-    return device.bf16_shape * device.fp8_tflops / device.bf16_tflops
 
 
 def _launch(job: Job) -> float:
@@ -114,7 +104,6 @@ def bandwidth(job: Job) -> float:
 
 
 def attention_seconds(job: Job, attention: AttentionKernel) -> float:
-    """Seconds of fused attention."""
     kernel, rates = "flash", job.device.flash_tflops
     if job.software.attention == "cudnn" and job.device.cudnn_tflops:
         kernel, rates = "cudnn", job.device.cudnn_tflops
@@ -179,7 +168,6 @@ def times(job: Job, operators: Iterable[Operator]) -> Times:
 
 def _overlaps(job: Job, comm: Collective) -> bool:
     """Async TP fuses this transfer with a GEMM."""
-    if comm.axis != "tp" or comm.op not in job.async_tp or comm.name:
-        return False
     # rowwise float8, gathered and multiplied in pieces, takes longer than one after the other (measured on H200)
-    return not (comm.op == "all_gather" and "rowwise" in job.quant)
+    slower = comm.op == "all_gather" and "rowwise" in job.quant
+    return comm.axis == "tp" and comm.op in job.async_tp and not comm.name and not slower

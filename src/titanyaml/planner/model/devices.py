@@ -25,13 +25,10 @@ def device(spec: schema.Hardware) -> Device:
         ConfigError: it has no rates.
     """
     rates = {name: getattr(spec, name) for name in _REQUIRED}
-    missing = [name for name, rate in rates.items() if rate is None]
-    if missing:
-        raise ConfigError(
-            f"hardware={spec.name} does not say {', '.join(missing)}",
-            key=f"hardware.{missing[0]}",
-            hint="hardware=h200 or hardware=h100_sxm or hardware=h100_500w",
-        )
+    if missing := [name for name, rate in rates.items() if rate is None]:
+        problem = f"hardware={spec.name} does not say {', '.join(missing)}"
+        hint = "hardware=h200 or hardware=h100_sxm or hardware=h100_500w"
+        raise ConfigError(problem, key=f"hardware.{missing[0]}", hint=hint)
     cudnn = None
     if spec.cudnn_forward_tflops is not None and spec.cudnn_backward_tflops is not None:
         cudnn = (spec.cudnn_forward_tflops, spec.cudnn_backward_tflops)
@@ -64,11 +61,8 @@ def network(spec: schema.Cluster, *, world_size: int) -> Network:
         # rates of a single rank are divided by, but multiply no bytes
         return Network(spec.name, 1, 1.0, 1.0, 0.0, 0.0, spec.basis)
     if spec.nvlink_gb_s is None or (spec.rdma_gb_s is None and world_size > spec.gpus_per_host):
-        raise ConfigError(
-            f"cluster={spec.name} does not say how fast its links are",
-            key="cluster.nvlink_gb_s",
-            hint="cluster=hgx_400g",
-        )
+        problem = f"cluster={spec.name} does not say how fast its links are"
+        raise ConfigError(problem, key="cluster.nvlink_gb_s", hint="cluster=hgx_400g")
     # within one host the network cards are never used; any rate will do
     rates = (spec.nvlink_gb_s, spec.rdma_gb_s or spec.nvlink_gb_s)
     return Network(spec.name, spec.gpus_per_host, *rates, spec.nvlink_latency_us, spec.rdma_latency_us, spec.basis)

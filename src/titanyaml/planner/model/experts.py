@@ -32,28 +32,26 @@ def gemms(job: Job) -> list[Gemm]:
 
 def forward(job: Job) -> list[Operator]:
     """Choose experts, exchange counts and rows, compute, bring the results back."""
-    exchange = _exchange_rows(job)
-    balance, counts = _exchange_scores(job), _exchange_counts(job)
-    return [*gemms(job), *balance, *counts, *exchange, *exchange, _passes(job, backward=False)]
+    transfers: list[Operator] = []
+    if job.shape.experts.balanced_by_loss and job.slices_stream:
+        # scores and counts of each sequence, summed over the tp ranks that hold its slices
+        scores = 2 * (job.local_batch // job.microbatches) * job.shape.experts.num_experts
+        transfers.append(Collective("tp", "all_reduce", scores * job.full_bytes, "balance"))
+    if job.mesh.ep > 1:  # how many pairs go to each expert, as int64
+        transfers.append(Collective("ep", "all_to_all", 8 * job.shape.experts.num_experts))
+    return [*gemms(job), *transfers, *_exchange_rows(job) * 2, _passes(job, backward=False)]
 
 
 def backward(job: Job) -> list[Operator]:
     """The same way back, and gradients of weights that several tp ranks hold."""
-    operators: list[Operator] = []
-    for gemm in gemms(job):
-        operators += [
-            Gemm(f"{gemm.name}.dx", gemm.m, gemm.k, gemm.n, gemm.dtype, gemm.groups),
-            Gemm(f"{gemm.name}.dw", gemm.n, gemm.k, gemm.m, gemm.dtype, gemm.groups, split="k"),
-        ]
-    if job.mesh.tp > 1 and job.sequence_parallel:
+    operators: list[Operator] = [gradient for gemm in gemms(job) for gradient in gemm.gradients(gemm.dtype)]
+    if job.slices_stream:
         # tp ranks saw different tokens but hold the same router, and without ep the same experts: gradients are summed
-        shape = job.shape
-        replicated = [shape.router_params]
+        replicated = [job.shape.router_params]
         if job.mesh.ep == 1:
-            replicated += [shape.experts.num_experts * shape.expert_params // 3] * 3
+            replicated += [job.shape.experts.num_experts * job.shape.expert_params // 3] * 3
         operators += [Collective("tp", "all_reduce", params * job.full_bytes, "replicated") for params in replicated]
-    exchange = _exchange_rows(job)
-    return [*operators, *exchange, *exchange, _passes(job, backward=True)]
+    return [*operators, *_exchange_rows(job) * 2, _passes(job, backward=True)]
 
 
 def saved(job: Job) -> float:
@@ -64,16 +62,16 @@ def saved(job: Job) -> float:
     """
     moe, d, b = job.shape.experts, job.shape.dim, job.compute_bytes
     router = job.full_bytes / b * (d + moe.num_experts) + 6 * 8 * moe.top_k / b
-    return _token_share(job) * (router + moe.top_k * (2 * d + (4 if _is_eager(job) else 3) * moe.ffn_dim))
+    return token_share(job) * (router + moe.top_k * (2 * d + (4 if _is_eager(job) else 3) * moe.ffn_dim))
 
 
 def saved_by_half(job: Job) -> float:
     """The same under selective recomputation that keeps every second GEMM output: w1's and w2's of the experts."""
     moe = job.shape.experts
-    return _token_share(job) * moe.top_k * (moe.ffn_dim + job.shape.dim)
+    return token_share(job) * moe.top_k * (moe.ffn_dim + job.shape.dim)
 
 
-def _token_share(job: Job) -> float:
+def token_share(job: Job) -> float:
     """Share of the tokens that a tp rank routes."""
     return 1 / job.mesh.tp if job.sequence_parallel else 1.0
 
@@ -85,22 +83,8 @@ def _is_eager(job: Job) -> bool:
 
 def _exchange_rows(job: Job) -> list[Operator]:
     """Rows of pairs to the ranks of their experts, or back."""
-    if job.mesh.ep == 1:
-        return []
-    return [Collective("ep", "all_to_all", pairs(job) * job.shape.dim * job.compute_bytes)]
-
-
-def _exchange_counts(job: Job) -> list[Operator]:
-    """How many pairs go to each expert, as int64."""
-    return [Collective("ep", "all_to_all", 8 * job.shape.experts.num_experts)] if job.mesh.ep > 1 else []
-
-
-def _exchange_scores(job: Job) -> list[Operator]:
-    """For a balance loss: scores and counts of each sequence, summed over the tp ranks that hold its slices."""
-    if not (job.shape.experts.balanced_by_loss and job.mesh.tp > 1 and job.sequence_parallel):
-        return []
-    sequences = job.local_batch // job.microbatches
-    return [Collective("tp", "all_reduce", 2 * sequences * job.shape.experts.num_experts * job.full_bytes, "balance")]
+    rows = Collective("ep", "all_to_all", pairs(job) * job.shape.dim * job.compute_bytes)
+    return [rows] if job.mesh.ep > 1 else []
 
 
 def _passes(job: Job, *, backward: bool) -> MemoryPass:

@@ -35,7 +35,7 @@ def job(config: Config, *, hardware: schema.Hardware | None = None, cluster: sch
         batches = {"local_batch": train.local_batch, "accumulation": forwards}
     else:  # a pipeline's microbatches are its accumulation
         batches = {"local_batch": train.local_batch * forwards, "microbatches": forwards}
-        batches |= _pipeline(parallel, shape, mesh, seq_len=train.seq_len, microbatches=forwards)
+        batches |= _pipeline(config, shape, pp=mesh.pp, microbatches=forwards)
     # emulated float8 GEMMs run in high precision
     recipe = "none" if quant.emulate else quant.recipe
     own_float8 = recipe != "none" and quant.product == "own"
@@ -88,10 +88,9 @@ def _async_tp(config: Config, *, float8: bool) -> tuple[str, ...]:
     return ("reduce_scatter",) if float8 else ("all_gather", "reduce_scatter")
 
 
-def _pipeline(
-    parallel: schema.Parallel, shape: DecoderShape, mesh: Mesh, *, seq_len: int, microbatches: int
-) -> dict[str, Any]:
+def _pipeline(config: Config, shape: DecoderShape, *, pp: int, microbatches: int) -> dict[str, Any]:
     """A job's pipeline, split as ``pipeline_parallel.partition`` splits it. A schedule from a file is simulated."""
+    parallel = config.parallel
     bubble: float | None = None
     max_in_flight: tuple[int, ...] = ()
     if parallel.pp_schedule_csv is not None:
@@ -99,19 +98,19 @@ def _pipeline(
         orders, owners = actions.orders(grid), tuple(actions.stage_owners(grid))
         max_in_flight = tuple(map(actions.max_in_flight, orders))
         # the simulation counts one for a forward, two for a backward of a stage; a rank has several stages
-        forward_backward = 3.0 * len(owners) / mesh.pp
+        forward_backward = 3.0 * len(owners) / pp
         bubble = simulate(orders, stages=len(owners)).length / forward_backward - microbatches
     else:
         kind = SCHEDULE_KINDS[parallel.pp_schedule]
-        num_stages = kind.stages_per_rank(parallel.pp_stages_per_rank) * mesh.pp
-        owners = tuple(stage_owners(kind.placement, ranks=mesh.pp, stages=num_stages))
+        num_stages = kind.stages_per_rank(parallel.pp_stages_per_rank) * pp
+        owners = tuple(stage_owners(kind.placement, ranks=pp, stages=num_stages))
     return {
         "schedule": parallel.pp_schedule,
-        "stages_per_rank": len(owners) // mesh.pp,
+        "stages_per_rank": len(owners) // pp,
         "bubble": bubble,
         "max_in_flight": max_in_flight,
         "owners": owners,
-        "stage_layers": _stage_layers(parallel, shape, len(owners), seq_len=seq_len),
+        "stage_layers": _stage_layers(parallel, shape, len(owners), seq_len=config.train.seq_len),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from titanyaml.config.decoder_shape import BlockKind, DecoderShape
+from titanyaml.config.decoder_shape import BlockKind, DecoderShape, local_block_params
 from titanyaml.config.degrees import Degrees
 
 
@@ -25,13 +25,10 @@ class Mesh(Degrees):
     def stride(self, axis: str) -> int:
         """Ranks between two neighbours on an axis."""
         inner = {"tp": 1, "ep": 1, "expert_shard": self.ep, "cp": self.tp, "shard": self.tp}
-        if axis in inner:
-            return inner[axis]
-        host = self.tp * self.shard_degree
-        return host if axis == "dp_replicate" else host * self.dp_replicate
+        inner["dp_replicate"] = self.tp * self.shard_degree
+        return inner.get(axis, inner["dp_replicate"] * self.dp_replicate)
 
     def size(self, axis: str) -> int:
-        """Ranks on an axis."""
         if axis == "shard":
             return self.shard_degree
         if axis == "expert_shard":
@@ -203,6 +200,11 @@ class Job:
         return self.tokens // (self.mesh.tp if self.sequence_parallel else 1)
 
     @property
+    def slices_stream(self) -> bool:
+        """Tp ranks hold slices of the residual stream, and all-gather what attention and the feed-forward read."""
+        return self.mesh.tp > 1 and self.sequence_parallel
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of all ranks in one optimizer step."""
         return self.local_batch * self.accumulation * self.mesh.data_degree * self.seq_len
@@ -215,7 +217,6 @@ class Job:
         return 4 if autocast else self.compute_bytes
 
     def stages_of(self, rank: int) -> tuple[PipelineStage, ...]:
-        """The stages of a pipeline rank."""
         pp, count = self.mesh.pp, self.mesh.pp * self.stages_per_rank
         layers = self.stage_layers or _split_evenly(self.shape.num_layers, count)
         owners = self.owners or tuple(stage % pp for stage in range(count))
@@ -229,22 +230,14 @@ class Job:
 
     @property
     def layers_of_ranks(self) -> tuple[int, ...]:
-        """Layers on each pipeline rank."""
         return tuple(sum(len(stage.blocks) for stage in self.stages_of(rank)) for rank in range(self.mesh.pp))
-
-    def ends_of(self, rank: int) -> tuple[bool, bool]:
-        """Whether a pipeline rank has the embedding, and the head."""
-        stages = self.stages_of(rank)
-        return any(stage.first for stage in stages), any(stage.last for stage in stages)
 
     def groups(self, block: BlockKind) -> tuple[tuple[str, float], ...]:
         """What FSDP all-gathers for a block: (axis, parameters on a tp and ep rank). Experts spread by ep have an axis
         of their own."""
-        common = self.shape.local_block(block, self.mesh.tp)
-        if not block.mixture:
-            return (("shard", common),)
-        experts = self.shape.experts.num_experts * self.shape.expert_params
-        if self.mesh.ep == 1:
+        common = local_block_params(self.shape, block, self.mesh.tp)
+        experts = self.shape.experts.num_experts * self.shape.expert_params if block.mixture else 0
+        if not block.mixture or self.mesh.ep == 1:
             return (("shard", common + experts),)
         return ("shard", common), ("expert_shard", experts / self.mesh.ep)
 
@@ -275,8 +268,6 @@ class PipelineStage:
 
 def _split_evenly(layers: int, stages: int) -> tuple[int, ...]:
     """As evenly as possible; the shorter stages at both ends, where embedding and head are."""
-    counts = [layers // stages] * stages
     from_middle = sorted(range(stages), key=lambda i: min(i, stages - 1 - i), reverse=True)
-    for i in from_middle[: layers % stages]:
-        counts[i] += 1
-    return tuple(counts)
+    longer = from_middle[: layers % stages]
+    return tuple(layers // stages + (i in longer) for i in range(stages))

@@ -52,7 +52,6 @@ class Memory:
 
 
 def plan_memory(job: Job) -> Memory:
-    """Peak memory of the fullest rank."""
     saved = saved_by_kind(job)
     if job.mesh.pp == 1:
         parts = _rank_parts(job, saved)
@@ -63,7 +62,6 @@ def plan_memory(job: Job) -> Memory:
 
 
 def _rank_parts(job: Job, saved: dict[BlockKind, float]) -> dict[str, float]:
-    """Without a pipeline."""
     stages = job.stages_of(0)
     blocks = stages[0].blocks
     logits, head_gradients, freed = _loss(job)
@@ -110,6 +108,10 @@ def _pipeline_parts(job: Job, saved: dict[BlockKind, float], *, rank: int) -> di
             reduced = sum(unsharded.params[i] for i in instant.reduced)
             parts |= {"gradients": gradients + job.full_bytes * reduced, "unsharded gradients": 0.0}
         candidates.append(parts)
+    return _fullest(candidates)
+
+
+def _fullest(candidates: Sequence[dict[str, float]]) -> dict[str, float]:
     return max(candidates, key=lambda parts: sum(parts.values()))
 
 
@@ -177,9 +179,8 @@ def _saved_by_stage(job: Job, saved: dict[BlockKind, float], stage: PipelineStag
 
 def _saved_float8_weights(job: Job, blocks: Sequence[BlockKind]) -> float:
     """Bytes of float8 weights that blocks save for their backward; a checkpointed block casts them again."""
-    if not job.keeps_float8_weights or job.ac not in ("none", "memory_budget"):
-        return 0.0
-    return _linear_params(job, blocks)
+    saves_weights = job.keeps_float8_weights and job.ac in ("none", "memory_budget")
+    return _linear_params(job, blocks) if saves_weights else 0.0
 
 
 def _linear_params(job: Job, blocks: Sequence[BlockKind]) -> float:
@@ -274,7 +275,7 @@ def _peak_with_reuse(job: Job, parts: dict[str, float]) -> dict[str, float]:
     ends = (job.compute_bytes + job.full_bytes) * sum(map(job.root_params, job.stages_of(0)))
     start = parts | {"gradients": 0.0}
     end = parts | {"activations": 0.0, "logits": 0.0, "recompute peak": 0.0, "unsharded gradients": ends}
-    return max(start, end, key=lambda instant: sum(instant.values()))
+    return _fullest((start, end))
 
 
 def _peak_of_one_data_rank(job: Job, parts: dict[str, float]) -> dict[str, float]:
@@ -288,4 +289,4 @@ def _peak_of_one_data_rank(job: Job, parts: dict[str, float]) -> dict[str, float
     else:
         # autocast: bf16 copies of embedding and head, and their gradients, live through the step
         start["gathered weights"] = 4 * job.shape.local_root(job.mesh.tp)
-    return max(start, end, key=lambda instant: sum(instant.values()))
+    return _fullest((start, end))

@@ -67,13 +67,13 @@ def _casts(job: Job, linears: Iterable[LinearShape]) -> list[Operator]:
     return [MemoryPass("cast", "casts", elements * cast_bytes(job))]
 
 
+def _gathers_float8(job: Job) -> bool:
+    return job.quant == "float8_tensorwise" and job.software.gathers_float8
+
+
 def _gathered_tokens(job: Job) -> int:
     """Tokens that a rank casts of an all-gathered tensor: its own slice where float8 is what travels, else all."""
     return job.slice_tokens if _gathers_float8(job) else job.tokens
-
-
-def _gathers_float8(job: Job) -> bool:
-    return job.quant == "float8_tensorwise" and job.software.gathers_float8
 
 
 def _tp_transfer(job: Job, op: str, *, float8: bool = False, name: str = "") -> list[Operator]:
@@ -124,7 +124,7 @@ def _context(job: Job, *, backward: bool) -> list[Operator]:
     return [gather, gradients] if backward else [gather]
 
 
-def _forward_passes(job: Job, block: BlockKind) -> list[Operator]:
+def _forward_passes(job: Job, block: BlockKind) -> MemoryPass:
     """Norms, rotation, activation and residual additions of a forward."""
     stream, rotated, product = _pass_elements(job, block)
     # compiled, elements moved per token: norm 2d, rotation 2(q + k), addition and norm 4d, product of gate and up 3f
@@ -132,17 +132,17 @@ def _forward_passes(job: Job, block: BlockKind) -> list[Operator]:
     moved: float = 9 * stream * job.stream_bytes
     moved += job.compute_bytes * (2 * rotated + (3 if job.shape.gated else 2) * product)
     moved += _eager_bytes(job, block, norm=30, rotation=24, product=4)
-    return [MemoryPass("norms, rotation, activation", "elementwise", moved)]
+    return MemoryPass("norms, rotation, activation", "elementwise", moved)
 
 
-def _backward_passes(job: Job, block: BlockKind) -> list[Operator]:
+def _backward_passes(job: Job, block: BlockKind) -> MemoryPass:
     stream, rotated, product = _pass_elements(job, block)
     # compiled, elements moved per token: two norms 8d, sums of the GEMMs' input gradients 7d, rotation 2(q + k),
     # product of gate and up 6f (ungated activation 3f). Input gradients are summed before tp ranks scatter them
     moved: float = (8 * stream + 7 * job.tokens * job.shape.dim) * job.stream_bytes
     moved += job.compute_bytes * (2 * rotated + (6 if job.shape.gated else 3) * product)
     moved += _eager_bytes(job, block, norm=45, rotation=30, product=6)
-    return [MemoryPass("gradients of norms, rotation, activation", "elementwise", moved)]
+    return MemoryPass("gradients of norms, rotation, activation", "elementwise", moved)
 
 
 def _pass_elements(job: Job, block: BlockKind) -> tuple[int, int, int]:
@@ -169,9 +169,8 @@ def block_forward(job: Job, block: BlockKind) -> list[Operator]:
     mixture = experts.forward(job) if block.mixture else []
     # a mixture without a shared expert routes slices: tp ranks gather and scatter for attention alone
     ffn_transfers = [*gather, *scatter] if job.shape.width(block) else []
-    passes = _forward_passes(job, block)
     matmuls = [*_gemms(job, linears), *_casts(job, linears)]
-    return [*gather, *matmuls, *attention, *scatter, *mixture, *ffn_transfers, *passes]
+    return [*gather, *matmuls, *attention, *scatter, *mixture, *ffn_transfers, _forward_passes(job, block)]
 
 
 def recomputed(job: Job, block: BlockKind, level: int = kept_matmuls.HALF) -> tuple[str, ...]:
@@ -219,14 +218,9 @@ def _cheapest_to_repeat(job: Job, block: BlockKind) -> tuple[str, ...]:
     return tuple(names)
 
 
-def keeps_norms(job: Job) -> bool:
-    """Norms are kept under a budget: tp ranks all-gather them, and a collective is never repeated."""
-    return job.mesh.tp > 1 and job.sequence_parallel
-
-
 def repeats_attention(job: Job, block: BlockKind) -> bool:
     """Under a large budget whose norms are kept, the product of gate and up frees less than the budget asks for."""
-    if not keeps_norms(job) or job.uses_float8 or block.mixture:
+    if not job.slices_stream or job.uses_float8 or block.mixture:
         return False  # graphs of float8 and of mixtures were not looked at
     shape, tp = job.shape, job.mesh.tp
     f = shape.width(block)
@@ -254,14 +248,15 @@ def block_recompute(job: Job, block: BlockKind, level: int = kept_matmuls.HALF) 
     mixture = experts.forward(job) if block.mixture else []
     mixture = [operator for operator in mixture if not isinstance(operator, Gemm) or operator.name in names]
     ffn_gather = gather if job.shape.width(block) else []
-    passes = _forward_passes(job, block)
-    return [*gather, *_gemms(job, linears), *_casts(job, cast), *attention, *scatter, *mixture, *ffn_gather, *passes]
+    matmuls, passes = [*_gemms(job, linears), *_casts(job, cast)], _forward_passes(job, block)
+    return [*gather, *matmuls, *attention, *scatter, *mixture, *ffn_gather, passes]
 
 
 def _budget_recompute(job: Job, block: BlockKind, names: tuple[str, ...], linears: list[LinearShape]) -> list[Operator]:
     """Recomputation that a compiler's budget chose: within kernels of the backward, which write what was not kept."""
     stream, _, product = _pass_elements(job, block)
-    norms = 0.0 if keeps_norms(job) else 2.0 * stream
+    # a budget keeps norms that tp ranks all-gather: a collective is never repeated
+    norms = 0.0 if job.slices_stream else 2.0 * stream
     passes = MemoryPass("norms and product again", "elementwise", job.compute_bytes * (norms + product))
     routed = [gemm for gemm in experts.gemms(job) if gemm.name in names] if block.mixture else []
     attention = [_attention(job, block, backward=False)] if "attention" in names else []
@@ -271,16 +266,12 @@ def _budget_recompute(job: Job, block: BlockKind, names: tuple[str, ...], linear
 def block_backward(job: Job, block: BlockKind) -> list[Operator]:
     """Operators of one block's backward, without what is recomputed."""
     operators: list[Operator] = []
-    gather, scatter = _tp_transfer(job, "all_gather"), _tp_transfer(job, "reduce_scatter")
-    dtype = _linear_dtype(job)
+    gather, scatter, dtype = _tp_transfer(job, "all_gather"), _tp_transfer(job, "reduce_scatter"), _linear_dtype(job)
     weight_dtype = job.dtype if job.quant == "float8_rowwise_with_gw_hp" else dtype
     gradient_elements = 0
     for linear in job.shape.linears_of(block):
         inputs, outputs = linear.local(job.mesh.tp)
-        operators += [
-            Gemm(f"{linear.name}.dx", job.tokens, inputs, outputs, dtype),
-            Gemm(f"{linear.name}.dw", outputs, inputs, job.tokens, weight_dtype),
-        ]
+        operators += Gemm(linear.name, job.tokens, outputs, inputs, dtype).gradients(weight_dtype)
         gradient_elements += outputs * (job.tokens if linear.column else _gathered_tokens(job))
     if job.uses_float8:
         operators.append(MemoryPass("cast of gradients", "casts", gradient_elements * cast_bytes(job)))
@@ -293,7 +284,7 @@ def block_backward(job: Job, block: BlockKind) -> list[Operator]:
         operators += [Collective("tp", "all_reduce", size * job.full_bytes, "norm") for size in norms]
     operators += experts.backward(job) if block.mixture else []
     attention = [_attention(job, block, backward=True), *_context(job, backward=True)]
-    return [*operators, *attention, *_backward_passes(job, block)]
+    return [*operators, *attention, _backward_passes(job, block)]
 
 
 def embedding_forward(job: Job) -> list[Operator]:
@@ -317,10 +308,10 @@ def head(job: Job) -> list[Operator]:
     rows = shape.vocab_size // tp
     chunks = -(-tokens // job.chunk_tokens) if job.software.loss_in_chunks else 0
     logits = sum(LOSS_BYTES[job.software.loss]) * tokens * rows
+    gemm = Gemm("head", tokens, rows, shape.dim, job.dtype)
     operators: list[Operator] = [
-        Gemm("head", tokens, rows, shape.dim, job.dtype),
-        Gemm("head.dx", tokens, shape.dim, rows, job.dtype),
-        Gemm("head.dw", rows, shape.dim, tokens, job.dtype),
+        gemm,
+        *gemm.gradients(job.dtype),
         # every chunk adds its weight gradient to a float32 [V, d]: one read and one write (8 bytes)
         MemoryPass("loss", "loss", logits + 8.0 * chunks * rows * shape.dim),
         MemoryPass("final norm", "elementwise", 10 * job.slice_tokens * shape.dim * job.compute_bytes),
@@ -333,27 +324,6 @@ def head(job: Job) -> list[Operator]:
     return [*operators, *_tp_transfer(job, "all_gather"), *_tp_transfer(job, "reduce_scatter"), norm]
 
 
-def shard_gather(job: Job, params: float, *, axis: str = "shard", block: bool) -> Collective:
-    """FSDP's all-gather of the weights of a block, or of the model's ends. ``params``: of a tp rank, unsharded."""
-    float8 = block and job.float8_gather and axis == "shard"  # experts and the ends stay in the compute dtype
-    return Collective(axis, "all_gather", params * (1 if float8 else job.compute_bytes))
-
-
-def shard_reduce(job: Job, params: float, *, axis: str = "shard") -> Collective:
-    """FSDP's reduce-scatter of gradients, in float32."""
-    return Collective(axis, "reduce_scatter", params * job.full_bytes)
-
-
-def replica_reduce(job: Job, params: float, *, axis: str = "shard") -> Collective:
-    """HSDP's all-reduce of a shard's gradient over the replicas."""
-    return Collective("dp_replicate", "all_reduce", params / job.mesh.size(axis) * job.full_bytes)
-
-
-def stream(job: Job) -> Collective:
-    """The residual stream, or its gradient, from one pipeline stage to the next."""
-    return Collective("pp", "send", job.slice_tokens * job.shape.dim * job.compute_bytes)
-
-
 def gemm_flops(operators: Iterable[Operator]) -> int:
-    """FLOPs of the GEMMs."""
+    """FLOPs of the GEMMs among them."""
     return sum(operator.flops for operator in operators if isinstance(operator, Gemm))

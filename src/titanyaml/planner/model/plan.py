@@ -47,14 +47,9 @@ class Plan:
         """The fullest rank fits; a pipeline by its lower bound."""
         return self.total_gib <= self.limit_gib
 
-    @property
-    def range(self) -> tuple[float, str]:
-        """(share by which tokens/s may be off either way, reasons)."""
-        return uncertainty.relative_range(self.job)
-
     def record(self) -> dict[str, Any]:
         """The content of plan.json that depends on the job alone."""
-        width, reasons = self.range
+        width, reasons = uncertainty.relative_range(self.job)
         return {
             "fits": self.fits,
             "tps": self.tps,
@@ -78,6 +73,23 @@ class Plan:
             "network": asdict(self.job.network),
         }
 
+    def budget(self, tokens: float, *, power_w: float | None, price_per_hour: float | None) -> dict[str, Any]:
+        """What training on ``tokens`` takes at the planned speed, without validation, checkpoints and restarts.
+
+        Energy is null without the power limit of a device, and cost without its price.
+        """
+        ranks = self.job.mesh.world_size
+        tokens_per_s = self.tps * ranks
+        device_hours = tokens / tokens_per_s / 3600 * ranks
+        return {
+            "token_budget": tokens,
+            "tokens_per_day": tokens_per_s * 86400,
+            "days": tokens / tokens_per_s / 86400,
+            "gpu_hours": device_hours,
+            "energy_mwh": None if power_w is None else device_hours * power_w / 1e6,
+            "cost": None if price_per_hour is None else device_hours * price_per_hour,
+        }
+
     def communication(self) -> list[dict[str, Any]]:
         """A row per axis and collective of one step."""
         comm = self.step.times.comm
@@ -95,5 +107,4 @@ class Plan:
 
 
 def plan_job(job: Job) -> Plan:
-    """Plan a job's step and memory."""
     return Plan(job, plan_step(job), plan_memory(job))

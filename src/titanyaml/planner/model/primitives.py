@@ -25,6 +25,12 @@ class Gemm:
         """Multiplications and additions."""
         return 2 * self.m * self.n * self.k
 
+    def gradients(self, weight_dtype: str) -> list[Gemm]:
+        """The backward: GEMMs of the input's gradient (dx) and of the weight's (dw)."""
+        dx = Gemm(f"{self.name}.dx", self.m, self.k, self.n, self.dtype, self.groups)
+        # dw sums over the rows that each group has
+        return [dx, Gemm(f"{self.name}.dw", self.n, self.k, self.m, weight_dtype, self.groups, split="k")]
+
 
 @dataclass(frozen=True)
 class AttentionKernel:

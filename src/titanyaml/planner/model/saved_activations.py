@@ -18,11 +18,9 @@ from titanyaml.planner.model.inputs import Job
 
 
 def saved_per_token(job: Job, block: BlockKind, *, mode: str = "", level: int = kept_matmuls.HALF) -> float:
-    """Bytes that a block saves of a token.
+    """Bytes that a block saves of a token under a ``mode`` of activation checkpointing ("": the job's).
 
-    Args:
-        mode: of activation checkpointing; "": the job's.
-        level: GEMM outputs kept under ``selective_op``: none, half (every second) or all.
+    ``level`` says which GEMM outputs ``selective_op`` keeps: none, half (every second) or all.
     """
     mode = mode or job.ac
     if mode == "full":
@@ -68,14 +66,9 @@ def _mean(checkpointed: float, without_ac: float, period: float) -> float:
     return (checkpointed + (period - 1) * without_ac) / period
 
 
-def _sliced(job: Job) -> bool:
-    """Tp ranks hold slices of the residual stream, and all-gather what attention and the feed-forward read."""
-    return job.mesh.tp > 1 and job.sequence_parallel
-
-
 def _stream(job: Job) -> float:
     """Elements of one tensor of the residual stream, such as a block's output."""
-    return job.shape.dim / job.mesh.tp if _sliced(job) else float(job.shape.dim)
+    return job.shape.dim / job.mesh.tp if job.slices_stream else float(job.shape.dim)
 
 
 def _all_elements(job: Job, block: BlockKind) -> float:
@@ -90,7 +83,7 @@ def _all_elements(job: Job, block: BlockKind) -> float:
     elements = streams + (2 * q + 2 * k + inner * f) / tp
     if eager and not job.software.fused_norms:
         elements += 2 * d / tp  # a norm in pieces saves what it reads in float32
-    if _sliced(job):
+    if job.slices_stream:
         entries = 1 + (f > 0)
         elements += entries * d * (1 - 1 / tp)  # gathered inputs, beyond the slice that is a norm's output
     return elements + (experts.saved(job) if block.mixture else 0.0)
@@ -120,9 +113,7 @@ def _kept_wo(job: Job) -> float:
     """Elements of wo's output. Where tp ranks keep what they reduce-scatter, a compiled block saves that in its place;
     an eager one saves wo's whole output, what became of it, and what became of w2's."""
     d, tp = job.shape.dim, job.mesh.tp
-    if job.compiled:
-        return d / tp
-    return d + 2 * d / tp * (_sliced(job) and job.software.keeps_scattered)
+    return d / tp if job.compiled else d + 2 * d / tp * (job.slices_stream and job.software.keeps_scattered)
 
 
 def _beyond_half(job: Job, block: BlockKind, level: int) -> float:
@@ -141,9 +132,9 @@ def _output_sizes(job: Job, block: BlockKind) -> dict[str, float]:
     linears = shape.linears_of(block)
     sizes = {linear.name: linear.outputs / tp if linear.column else float(linear.outputs) for linear in linears}
     if job.compiled:  # wo's scattered output is saved at every level
-        sizes["wo"] = 0.0 if _sliced(job) and job.software.keeps_scattered else shape.dim / tp
+        sizes["wo"] = 0.0 if job.slices_stream and job.software.keeps_scattered else shape.dim / tp
     if block.mixture:
-        moe, token_share = shape.experts, 1 / tp if job.sequence_parallel else 1.0
+        moe, token_share = shape.experts, experts.token_share(job)
         rows = token_share * moe.top_k
         sizes["router"] = token_share * job.full_bytes / job.compute_bytes * moe.num_experts
         sizes |= {"experts.w1": rows * moe.ffn_dim, "experts.w3": rows * moe.ffn_dim, "experts.w2": rows * shape.dim}
@@ -160,7 +151,7 @@ def _budget_elements(job: Job, block: BlockKind) -> float:
         return without_ac
     shape, tp = job.shape, job.mesh.tp
     f = shape.width(block)
-    if operators.keeps_norms(job):
+    if job.slices_stream:
         attention = shape.query_dim if operators.repeats_attention(job, block) else 0
         return without_ac - (f + attention) / tp
     # norms and the product of gate and up are recomputed: 12.2 GiB of 38.5 with 3B on an H200. Without sequence

@@ -106,33 +106,29 @@ class _Streams:
         ready = 0.0
         for axis, params in groups:
             if self.job.mesh.size(axis) > 1:
-                gather = operators.shard_gather(self.job, params, axis=axis, block=block)
-                ready = self.send(name, gather, after=after)
+                # experts and the ends stay in the compute dtype
+                float8 = block and self.job.float8_gather and axis == "shard"
+                size = params * (1 if float8 else self.job.compute_bytes)
+                ready = self.send(name, Collective(axis, "all_gather", size), after=after)
         return ready
 
     def reduce(self, name: str, groups: tuple[tuple[str, float], ...]) -> None:
-        """FSDP's reduce-scatters, and HSDP's all-reduces of their results."""
+        """FSDP's reduce-scatters of gradients in full precision, and HSDP's all-reduces of their results."""
         mesh = self.job.mesh
         for axis, params in groups:
             if mesh.size(axis) > 1:
-                self.send(name, operators.shard_reduce(self.job, params, axis=axis), after=self.compute)
+                scatter = Collective(axis, "reduce_scatter", params * self.job.full_bytes)
+                self.send(name, scatter, after=self.compute)
             if mesh.dp_replicate > 1:
-                self.send(name, operators.replica_reduce(self.job, params, axis=axis), after=self.compute)
+                shard = params / mesh.size(axis) * self.job.full_bytes
+                self.send(name, Collective("dp_replicate", "all_reduce", shard), after=self.compute)
 
 
-@dataclass(frozen=True)
-class _BlockTimes:
-    forward: Times
-    recompute: Times
-    backward: Times
-
-
-def _block_times(job: Job, block: BlockKind, level: int) -> _BlockTimes:
-    return _BlockTimes(
-        times(job, operators.block_forward(job, block)),
-        times(job, operators.block_recompute(job, block, level)),
-        times(job, operators.block_backward(job, block)),
-    )
+def _block_times(job: Job, block: BlockKind, level: int) -> tuple[Times, Times, Times]:
+    """(forward, recomputation, backward)."""
+    recompute = operators.block_recompute(job, block, level)
+    forward, backward = operators.block_forward(job, block), operators.block_backward(job, block)
+    return times(job, forward), times(job, recompute), times(job, backward)
 
 
 def recomputes(job: Job, layer: int) -> bool:
@@ -145,8 +141,7 @@ def _microbatch(
 ) -> _Streams:
     """One microbatch on a rank with these stages.
 
-    Args:
-        gathers, regathers, reduces: FSDP acts in the forward, in the backward, at the end of each block's backward.
+    FSDP ``gathers`` in the forward, ``regathers`` in the backward, and ``reduces`` after each block's backward.
     """
     streams, blocks = _Streams(job), [block for stage in stages for block in stage.blocks]
     kinds = list(zip(blocks, kept_matmuls.block_levels(job.ac_keep, blocks=len(blocks)), strict=True))
@@ -162,7 +157,7 @@ def _microbatch(
     for layer, block in enumerate(blocks):
         # prefetch: a block's gather starts with the block before
         ready = streams.gather(f"block {layer}", job.groups(block), after=begin) if gathers else 0.0
-        begin = streams.run(f"block {layer}", times_of_kind[kinds[layer]].forward, after=max(ready, root_ready))
+        begin = streams.run(f"block {layer}", times_of_kind[kinds[layer]][0], after=max(ready, root_ready))
     if last:
         streams.run("head and loss", times(job, operators.head(job)))
 
@@ -176,10 +171,10 @@ def _microbatch(
     for layer in reversed(range(len(blocks))):
         # the gather of the next block goes out before the reduction of this one
         after, ready = ready, regather(layer - 1, max(streams.compute, ready))
-        block_times = times_of_kind[kinds[layer]]
+        _, recompute, backward = times_of_kind[kinds[layer]]
         if recomputes(job, layer):
-            streams.run(f"block {layer} recompute", block_times.recompute, after=after, kind="recompute")
-        streams.run(f"block {layer} backward", block_times.backward, after=after)
+            streams.run(f"block {layer} recompute", recompute, after=after, kind="recompute")
+        streams.run(f"block {layer} backward", backward, after=after)
         if reduces:
             streams.reduce(f"block {layer}", job.groups(blocks[layer]))
     if first:
@@ -213,8 +208,17 @@ def _optimizer(job: Job, stages: tuple[PipelineStage, ...]) -> float:
 
 
 def plan_step(job: Job) -> Step:
-    """The time of one optimizer step on the slowest rank."""
-    return plan_rank(job, _slowest_rank(job) if job.mesh.pp > 1 else 0)
+    """The time of one optimizer step on the slowest rank.
+
+    That is the pipeline rank that takes longest for a microbatch without FSDP's transfers; the first of equals.
+    """
+    if job.mesh.pp == 1:
+        return plan_rank(job, 0)
+    stages = [job.stages_of(rank) for rank in range(job.mesh.pp)]
+    seconds = {  # by stages: ranks in the middle are alike
+        key: _microbatch(job, key, gathers=False, regathers=False, reduces=False).total.total for key in set(stages)
+    }
+    return plan_rank(job, max(range(job.mesh.pp), key=lambda rank: seconds[stages[rank]]))
 
 
 def plan_rank(job: Job, rank: int) -> Step:
@@ -240,22 +244,17 @@ def plan_rank(job: Job, rank: int) -> Step:
         idle = BUBBLES[job.schedule](mesh.pp, job.stages_per_rank) if job.bubble is None else job.bubble
         total.merge(total, job.accumulation - 1)
         total.add("bubble", idle * run.total.total * job.accumulation)
-        _add_pipeline_transfers(job, stages, total)
+        # the stream and its gradient, counted as hidden behind other microbatches: below 1 % of published steps
+        transfer = Collective("pp", "send", job.slice_tokens * job.shape.dim * job.compute_bytes)
+        count = sum(stage.neighbours for stage in stages) * job.microbatches * job.accumulation
+        seconds = collective_seconds(job, transfer)
+        for op in ("send", "receive"):
+            total.send("pp", op, bytes=transfer.bytes, seconds=seconds, exposed=0.0, count=count)
     total.add("optimizer", _optimizer(job, stages))
     hosts = max(1.0, mesh.world_size / job.network.gpus_per_host)
     total.add("straggler", total.total * constants.STRAGGLER.value * math.log2(hosts))
     seconds = total.total
     return Step(total, seconds, total.seconds.get("bubble", 0.0) / seconds, run.events)
-
-
-def _add_pipeline_transfers(job: Job, stages: tuple[PipelineStage, ...], total: Times) -> None:
-    """The stream and its gradient to and from neighbouring ranks."""
-    transfer = operators.stream(job)
-    count = sum(stage.neighbours for stage in stages) * job.microbatches * job.accumulation
-    for op in ("send", "receive"):
-        # counted as hidden behind other microbatches: below 1 % of published steps
-        seconds = collective_seconds(job, transfer)
-        total.send("pp", op, bytes=transfer.bytes, seconds=seconds, exposed=0.0, count=count)
 
 
 def least_seconds(job: Job) -> float:
@@ -266,17 +265,7 @@ def least_seconds(job: Job) -> float:
     level = max(kept_matmuls.block_levels(job.ac_keep, blocks=len(job.shape.blocks)))
     seconds = {}
     for block in set(job.shape.blocks):
-        block_times = _block_times(job, block, level)
-        seconds[block] = block_times.forward.total + block_times.backward.total
-        seconds[block] += block_times.recompute.total if recompute else 0.0
+        forward, repeated, backward = _block_times(job, block, level)
+        seconds[block] = forward.total + backward.total
+        seconds[block] += repeated.total if recompute else 0.0
     return sum(seconds[block] for block in job.shape.blocks) / job.mesh.pp * job.microbatches * job.accumulation
-
-
-def _slowest_rank(job: Job) -> int:
-    """The pipeline rank that takes longest for a microbatch without FSDP's transfers; the first of equals."""
-    seconds: dict[tuple[PipelineStage, ...], float] = {}
-    for rank in range(job.mesh.pp):
-        stages = job.stages_of(rank)
-        if stages not in seconds:  # ranks in the middle are alike
-            seconds[stages] = _microbatch(job, stages, gathers=False, regathers=False, reduces=False).total.total
-    return max(range(job.mesh.pp), key=lambda rank: (seconds[job.stages_of(rank)], -rank))

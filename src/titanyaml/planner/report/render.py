@@ -1,4 +1,4 @@
-"""The record of a plan as text: tables on the console, plan.md with bars."""
+"""A plan for readers: tables on the console, plan.md with bars, timeline.json for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+
+from titanyaml.planner.model.step import Step
 
 _BAR_CHARS = 40
 
@@ -112,3 +114,21 @@ def _bars(values: dict[str, float], unit: str) -> list[str]:
     largest, width = max(positive.values(), default=1.0), max(map(len, positive), default=0)
     bars = {name: "#" * max(1, round(_BAR_CHARS * value / largest)) for name, value in positive.items()}
     return [f"{name:<{width}}  {bars[name]:<{_BAR_CHARS}}  {value:,.1f} {unit}" for name, value in positive.items()]
+
+
+def timeline(step: Step) -> dict[str, Any]:
+    """timeline.json: one microbatch of the slowest rank as a Chrome trace. Waits of a stream are its gaps."""
+    threads = {"compute": 1, "network": 2}
+    process = {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "one microbatch, slowest rank"}}
+    names = [
+        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        for name, tid in threads.items()
+    ]
+    events = [
+        # "X": a complete event; times in microseconds
+        {"ph": "X", "pid": 0, "tid": threads[event.stream], "name": event.name}
+        | {"ts": event.start * 1e6, "dur": event.seconds * 1e6}
+        for event in step.events
+        if event.seconds > 0
+    ]
+    return {"traceEvents": [process, *names, *events], "displayTimeUnit": "ms"}
