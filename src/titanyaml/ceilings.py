@@ -12,6 +12,8 @@ size.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection
@@ -55,29 +57,20 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class RankWork:
-    """The work of one rank in a step, by shapes.
+    """The work of one rank in a step, by shapes."""
 
-    Args:
-        linears: of the blocks. head: the output projection, apart since it stays in the compute dtype.
-        batch, heads, kv_heads, seq_len, head_dim: shape of attention. attentions: calls per forward.
-        shares: ranks that divide one causal attention (context parallelism).
-        forwards: per step, times the pipeline rank's share of the blocks: with 2 stages each does half.
-        parameters: updated by this rank's optimizer.
-        left_out: matrices of the model that are not counted above; with any there is no floor.
-    """
-
-    linears: tuple[GemmShape, ...]
-    head: GemmShape
-    batch: int
+    linears: tuple[GemmShape, ...]  # of the blocks
+    head: GemmShape  # the output projection, apart since it stays in the compute dtype
+    batch: int  # this and the next four: shape of attention
     heads: int
     kv_heads: int
     seq_len: int
     head_dim: int
-    attentions: int
-    shares: int
-    forwards: float
-    parameters: int
-    left_out: tuple[str, ...] = ()
+    attentions: int  # calls per forward
+    shares: int  # ranks that divide one causal attention (context parallelism)
+    forwards: float  # per step, times the pipeline rank's share of the blocks: with 2 stages each does half
+    parameters: int  # updated by this rank's optimizer
+    left_out: tuple[str, ...] = ()  # matrices of the model that are not counted above; with any there is no floor
 
 
 def rank_work(
@@ -85,10 +78,8 @@ def rank_work(
 ) -> RankWork:
     """Count the work of one rank of the mesh ``dims``.
 
-    Args:
-        model: the decoder on meta, before any plugin changed it.
-        local_batch: sequences per forward and data rank.
-        accumulation: forwards per step.
+    ``model`` is the decoder on meta, before any plugin changed it. A step has ``accumulation`` forwards, each of
+    ``local_batch`` sequences on a data rank.
     """
     tokens = local_batch * seq_len // dims.cp  # cp ranks each hold a slice of every sequence; tp ranks all of it
     layers_by_shape: dict[tuple[int, int], list[str]] = {}
@@ -135,14 +126,12 @@ class GemmTimes:
 
     def record(self) -> dict[str, Any]:
         """JSON-ready: the shape, how many layers have it, and ms and TFLOP/s by precision."""
-        shape = self.shape
-        flops = 2 * shape.tokens * shape.inputs * shape.outputs
+        sides = {name: getattr(self.shape, name) for name in ("tokens", "inputs", "outputs")}
+        flops = 2 * math.prod(sides.values())
         return {
-            "tokens": shape.tokens,
-            "inputs": shape.inputs,
-            "outputs": shape.outputs,
-            "layers": len(shape.layers),
-            "example": shape.layers[0],
+            **sides,
+            "layers": len(self.shape.layers),
+            "example": self.shape.layers[0],
             "ms": {kind: {name: 1e3 * s for name, s in times.items()} for kind, times in self.seconds.items()},
             "tflops": {kind: len(times) * flops / sum(times.values()) / 1e12 for kind, times in self.seconds.items()},
         }
@@ -150,23 +139,16 @@ class GemmTimes:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What was measured on one device; times in seconds.
-
-    Args:
-        precisions: of the blocks' GEMMs. The first is the compute dtype, that of head and attention.
-        attention: backend -> (forward, backward) of one call.
-        copy: bytes read and written per second.
-        adamw: seconds per parameter of a fused update.
-    """
+    """What was measured on one device; times in seconds."""
 
     work: RankWork
     device: str
-    precisions: list[str]
+    precisions: list[str]  # of the blocks' GEMMs. The first is the compute dtype, that of head and attention
     linears: list[GemmTimes]
     head: GemmTimes
-    attention: dict[str, tuple[float, float]]
-    copy: float
-    adamw: float
+    attention: dict[str, tuple[float, float]]  # backend -> (forward, backward) of one call
+    copy: float  # bytes read and written per second
+    adamw: float  # seconds per parameter of a fused update
 
     @property
     def best_attention(self) -> str:
@@ -176,9 +158,7 @@ class Ceilings:
     def floor(self, precision: str, *, quantised: Collection[str] | None = None) -> dict[str, float] | None:
         """Seconds of a step by part, and their sum ``step``; None where ``why_no_floor`` gives a reason.
 
-        Args:
-            precision: of the blocks' linear layers.
-            quantised: names of the layers that use it, where the others use the compute dtype; None: all.
+        ``quantised`` names the linear layers in ``precision``, where the others use the compute dtype; None: all.
         """
         if self.why_no_floor(precision):
             return None
@@ -190,12 +170,9 @@ class Ceilings:
             linear += num_quantised * gemm.total(precision)
             linear += (num_layers - num_quantised) * gemm.total(compute_dtype)
         attention = work.attentions * sum(self.attention[self.best_attention]) / work.shares
-        parts = {
-            "linear": work.forwards * linear,
-            "head": work.forwards * self.head.total(compute_dtype),
-            "attention": work.forwards * attention,
-            "optimizer": self.adamw * work.parameters,
-        }
+        forward_parts = {"linear": linear, "head": self.head.total(compute_dtype), "attention": attention}
+        parts = {name: work.forwards * part for name, part in forward_parts.items()}
+        parts["optimizer"] = self.adamw * work.parameters
         return {**parts, "step": sum(parts.values())}
 
     def why_no_floor(self, precision: str) -> str:
@@ -224,8 +201,10 @@ class Ceilings:
 
 
 def measure(work: RankWork, *, device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure this device in the compute dtype ``dtype``. Takes seconds on a GPU and frees its memory afterwards."""
-    precisions = [dtype_name(dtype), *(("float8_tensorwise", "float8_rowwise") if _has_float8(device) else ())]
+    """Measure this device in the compute dtype. Takes seconds on a GPU and frees its memory afterwards."""
+    precisions = [dtype_name(dtype)]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        precisions += ["float8_tensorwise", "float8_rowwise"]
     measured = Ceilings(
         work=work,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -275,10 +254,6 @@ def _host_times(call: Callable[[], Any], count: int) -> list[float]:
     return times
 
 
-def _has_float8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def _time_gemms(shape: GemmShape, precisions: list[str], *, device: torch.device, dtype: torch.dtype) -> GemmTimes:
     times = {precisions[0]: _time_in_dtype(shape, device=device, dtype=dtype)}
     if not any(side % FLOAT8_ALIGNMENT for side in (shape.tokens, shape.inputs, shape.outputs)):
@@ -318,25 +293,24 @@ def _time_attention(work: RankWork, *, device: torch.device, dtype: torch.dtype)
         backends += [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     times = {}
     for backend in backends:
-        name = backend.name.removesuffix("_ATTENTION").lower()
-        try:
+        # a RuntimeError: how scaled_dot_product_attention says that no allowed backend takes the inputs
+        with contextlib.suppress(RuntimeError):
+            name = backend.name.removesuffix("_ATTENTION").lower()
             times[name] = _time_backend(work, backend, device=device, dtype=dtype)
-        except RuntimeError:  # how scaled_dot_product_attention says that no allowed backend takes the inputs
-            continue
     return times or {"math": _time_backend(work, SDPBackend.MATH, device=device, dtype=dtype)}
 
 
 def _time_backend(
     work: RankWork, backend: SDPBackend, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
-    q_BNSH, k_BNSH, v_BNSH = (
+    q_BNSH, k_BNSH, v_BNSH = inputs = [
         torch.randn(work.batch, heads, work.seq_len, work.head_dim, device=device, dtype=dtype, requires_grad=True)
         for heads in (work.heads, work.kv_heads, work.kv_heads)
-    )
-    inputs, grouped = (q_BNSH, k_BNSH, v_BNSH), work.heads != work.kv_heads
+    ]
+    grouped = work.heads != work.kv_heads
 
     def forward() -> Tensor:
-        return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH, is_causal=True, enable_gqa=grouped)
 
     with sdpa_kernel(backend):
         out_BNSH = forward()

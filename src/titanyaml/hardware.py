@@ -29,15 +29,12 @@ _NAME_PATTERNS = {
 def detect(device: torch.device | str) -> str | None:
     """The option of ``conf/hardware/`` that describes the device; None for an unknown GPU."""
     device = torch.device(device)
-    return _option_for(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
-
-
-def _option_for(name: str) -> str | None:
-    """Look up a driver's name such as "NVIDIA H100 80GB HBM3"."""
-    for option, pattern in _NAME_PATTERNS.items():
-        if re.search(rf"\b({pattern})(?!\w)", name):  # whole words: an "H2000" is no H200
-            return option
-    return None
+    if device.type != "cuda":
+        return device.type
+    name = torch.cuda.get_device_name(device)  # such as "NVIDIA H100 80GB HBM3"
+    # whole words: an "H2000" is no H200
+    matching = (option for option, words in _NAME_PATTERNS.items() if re.search(rf"\b({words})(?!\w)", name))
+    return next(matching, None)
 
 
 def peak_tflops(spec: schema.Hardware, device: torch.device | str) -> float | None:
@@ -73,14 +70,12 @@ def memory_stats(device: torch.device | str) -> dict[str, float]:
 
 def forget_peaks(device: torch.device | str) -> None:
     """Free the allocator's unused memory and reset its peaks; a CPU process cannot reset its own."""
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def synchronize(device: torch.device | str) -> None:
     """Wait until the device has run everything queued; nothing is queued on a CPU."""
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
