@@ -145,7 +145,6 @@ class DecoderShape:
 
     @property
     def norm_params(self) -> int:
-        """Parameters of a block's norms."""
         return 2 * self.dim + (2 * self.head_dim if self.head_norms else 0)
 
     @property

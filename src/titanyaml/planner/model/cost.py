@@ -61,7 +61,6 @@ class Times:
 
     @property
     def total(self) -> float:
-        """Seconds of the compute stream."""
         return sum(self.seconds.values())
 
 

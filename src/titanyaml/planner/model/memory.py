@@ -42,7 +42,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes of the fullest rank."""
         return sum(self.parts.values())
 
     @property
