@@ -109,7 +109,6 @@ class ActivationCheckpointing:
         self.forwards: dict[str, RecomputedForward] = {}  # by block
 
     def reason_off(self, ctx: Context) -> str:
-        """Off where the mode is none."""
         return "ac.mode is none" if self.mode == "none" else ""
 
     def check(self, ctx: Context) -> list[Problem]:

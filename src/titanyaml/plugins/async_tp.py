@@ -56,7 +56,6 @@ class AsyncTensorParallel:
         self.operators = OPERATORS if self.auto else self.configured
 
     def reason_off(self, ctx: Context) -> str:
-        """Off unless ``compile.async_tp`` is true."""
         return "" if self.enabled else "compile.async_tp is false"
 
     def check(self, ctx: Context) -> list[Problem]:

@@ -41,7 +41,6 @@ class ContextParallel:
         self.method = method
 
     def reason_off(self, ctx: Context) -> str:
-        """Off on one cp rank."""
         return "parallel.cp is 1" if ctx.dims.cp == 1 else ""
 
     def check(self, ctx: Context) -> list[Problem]:

@@ -31,7 +31,6 @@ class ExpertParallel:
     stage = "ep"
 
     def reason_off(self, ctx: Context) -> str:
-        """Off on one ep rank."""
         return "parallel.ep is 1" if ctx.dims.ep == 1 else ""
 
     def check(self, ctx: Context) -> list[Problem]:

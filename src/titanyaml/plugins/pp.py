@@ -44,7 +44,6 @@ class PipelineParallel:
         self.stages, self.first_less, self.last_less = stages, first_less, last_less
 
     def reason_off(self, ctx: Context) -> str:
-        """Off on one pp rank."""
         return "parallel.pp is 1" if ctx.dims.pp == 1 else ""
 
     def check(self, ctx: Context) -> list[Problem]:

@@ -122,7 +122,6 @@ class Quantize:
         self.gathered_weights: Float8Gather | None = None  # of own GEMMs
 
     def reason_off(self, ctx: Context) -> str:
-        """Off where the recipe is none."""
         return "quant.recipe is none" if self.recipe == "none" else ""
 
     def check(self, ctx: Context) -> list[Problem]:

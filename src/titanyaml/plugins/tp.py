@@ -57,7 +57,6 @@ class TensorParallel:
         self.sequence_parallel = sequence_parallel
 
     def reason_off(self, ctx: Context) -> str:
-        """Off on one tp rank."""
         return "parallel.tp is 1" if ctx.dims.tp == 1 else ""
 
     def check(self, ctx: Context) -> list[Problem]:

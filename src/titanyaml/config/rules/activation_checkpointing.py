@@ -6,12 +6,11 @@ from typing import Any
 
 from titanyaml import machine
 from titanyaml.config.rules.hints import with_resets
-from titanyaml.config.rules.view import Rule, problem, rule_decorator
+from titanyaml.config.rules.view import RuleTable, problem
 from titanyaml.config.world import has_gpu, is_node_on
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 
 def _use_mode(c: Any, *modes: str) -> list[str]:

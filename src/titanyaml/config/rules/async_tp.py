@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from titanyaml.config.rules.hints import reset_nproc, with_resets
-from titanyaml.config.rules.view import Rule, problem, rule_decorator, settings
+from titanyaml.config.rules.view import RuleTable, problem, settings
 from titanyaml.config.world import has_gpu, resolve_degree
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 #: Collectives that can be overlapped with matmuls, and the value that stands for those that gain by it.
 OPERATORS, AUTO = ("all_gather", "reduce_scatter"), "auto"

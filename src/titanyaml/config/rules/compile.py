@@ -8,12 +8,11 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.rules.view import Rule, problem, rule_decorator
+from titanyaml.config.rules.view import RuleTable, problem
 from titanyaml.config.world import count_ranks, has_gpu, only_shipped_plugins, resolve_degree, resolve_token_degree
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 #: Backends that torch.compile of torch 2.11 to 2.13 has by itself, and those that it has for debugging.
 BACKENDS = ("inductor", "cudagraphs", "openxla", "tvm")

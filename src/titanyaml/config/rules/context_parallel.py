@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from titanyaml.config.rules.view import Rule, multiples_around, nearest_numbers, problem, rule_decorator, settings
+from titanyaml.config.rules.view import RuleTable, offer_multiples, offer_nearest, problem, settings
 from titanyaml.config.world import resolve_degree
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 
 def _degrees(c: Any) -> tuple[int, int]:
@@ -31,7 +30,7 @@ def check_cp_divides_seq_len(seq_len: int, *, cp: int, tp: int, degrees: str = "
         return None
     ranks = f"{cp} cp ranks of {tp} tp ranks" if tp > 1 else f"{cp} cp ranks"
     message = f"is {seq_len}, which {ranks} cannot share evenly"
-    fixes = settings("train.seq_len", multiples_around(seq_len, unit))
+    fixes = offer_multiples("train.seq_len", seq_len, unit)
     return problem("train.seq_len", message, f"multiples of cp*lcm(2, tp) = {unit}", fixes, degrees)
 
 
@@ -42,7 +41,7 @@ def cp_divides_seq_len(c: Any) -> Problem | None:
         return None
     share = math.lcm(2, tp)
     legal = [1, *(n for n in range(2, seq_len // share + 1) if seq_len % (n * share) == 0)]
-    degrees = settings("parallel.cp", nearest_numbers(cp, legal))
+    degrees = offer_nearest("parallel.cp", cp, legal)
     return check_cp_divides_seq_len(seq_len, cp=cp, tp=tp, degrees=degrees)
 
 
@@ -54,8 +53,8 @@ def check_ulysses_divides_heads(num_heads: int, num_kv_heads: int, *, cp: int, t
     heads = f"model.num_heads={num_heads} and model.num_kv_heads={num_kv_heads}"
     message = f"is ulysses, which deals heads to {ranks} ranks (cp*tp); {heads} do not divide"
     allowed = f"ulysses with heads and key/value heads that are multiples of {ranks}"
-    degrees = nearest_numbers(cp, [n for n in range(1, common + 1) if common % (n * tp) == 0])
-    fixes = [settings("parallel.cp_method", ["allgather", "ring"]), settings("parallel.cp", degrees)]
+    legal = [n for n in range(1, common + 1) if common % (n * tp) == 0]
+    fixes = [settings("parallel.cp_method", ["allgather", "ring"]), offer_nearest("parallel.cp", cp, legal)]
     return problem("parallel.cp_method", message, allowed, *fixes)
 
 

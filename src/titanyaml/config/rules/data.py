@@ -6,11 +6,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from titanyaml.config.rules.hints import with_resets
-from titanyaml.config.rules.view import Rule, problem, rule_decorator
+from titanyaml.config.rules.view import RuleTable, problem
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 #: Ids of tokenizer=bytes: 256 bytes, begin and end.
 BYTE_VOCABULARY = 258

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from titanyaml.config.rules.view import Rule, nearest_numbers, problem, rule_decorator, settings
+from titanyaml.config.rules.view import RuleTable, nearest_numbers, offer_nearest, problem, settings
 from titanyaml.config.world import resolve_degree, resolve_product, resolve_token_degree
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 _READS = ("parallel", "launch", "model.moe", "model.dim", "model.ffn_dim")
 
@@ -47,8 +46,7 @@ def _legal_degrees(c: Any, ranks: int) -> list[int]:
 
 def _refuse_degree(c: Any, message: str, allowed: str) -> Problem:
     ep, ranks = _sizes(c)
-    nearest = nearest_numbers(ep, _legal_degrees(c, ranks))
-    return problem("parallel.ep", message, allowed, settings("parallel.ep", nearest))
+    return problem("parallel.ep", message, allowed, offer_nearest("parallel.ep", ep, _legal_degrees(c, ranks)))
 
 
 def check_experts(ep: int, num_experts: int, *, legal: Sequence[int] = (1,)) -> Problem | None:

@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.rules.view import Rule, problem, rule_decorator
+from titanyaml.config.rules.view import RuleTable, problem
 from titanyaml.config.world import resolve_degree, resolve_product, resolve_token_degree
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 _KEEP_ORDER = "parallel.fsdp_prefetch=null"
 

@@ -7,12 +7,11 @@ from typing import Any
 
 from titanyaml import machine
 from titanyaml.config.rules.hints import with_resets
-from titanyaml.config.rules.view import Rule, problem, rule_decorator
+from titanyaml.config.rules.view import RuleTable, problem
 from titanyaml.config.world import count_ranks
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 
 def _no_profile(c: Any) -> str:

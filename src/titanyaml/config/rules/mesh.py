@@ -9,12 +9,11 @@ from titanyaml.config import optimizer_state
 from titanyaml.config.decoder_shape import DecoderShape
 from titanyaml.config.degrees import AXES, check_derived, check_num_ranks
 from titanyaml.config.rules.hints import reset_nproc, use_one_rank
-from titanyaml.config.rules.view import Rule, multiples_around, problem, rule_decorator, settings
+from titanyaml.config.rules.view import RuleTable, offer_multiples, problem
 from titanyaml.config.world import count_ranks, fixed_product
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 
 @rule("parallel")
@@ -55,7 +54,7 @@ def data_ranks_divide_global_batch(c: Any) -> Problem | None:
         return None
     plural = "s" if degree > 1 else ""
     message = f"is {batch}, not a multiple of train.local_batch={local} * {degree} data rank{plural}"
-    fixes = settings("train.global_batch", multiples_around(batch, unit))
+    fixes = offer_multiples("train.global_batch", batch, unit)
     return problem("train.global_batch", message, f"multiples of {unit}, or null", fixes)
 
 

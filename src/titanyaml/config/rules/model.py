@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanyaml.config.rules.view import (
-    Rule,
-    divisors,
-    multiples_around,
-    nearest_numbers,
-    problem,
-    rule_decorator,
-    settings,
-)
+from titanyaml.config.rules.view import RuleTable, divisors, offer_multiples, offer_nearest, problem, settings
 from titanyaml.config.world import resolve_degree
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 
 @rule("model.num_heads", "model.num_kv_heads")
@@ -27,7 +18,7 @@ def kv_heads_divide_heads(c: Any) -> Problem | None:
         return None
     legal = divisors(heads)
     message = f"is {kv_heads}, which does not divide model.num_heads={heads}"
-    fixes = settings("model.num_kv_heads", nearest_numbers(kv_heads, legal))
+    fixes = offer_nearest("model.num_kv_heads", kv_heads, legal)
     return problem("model.num_kv_heads", message, ", ".join(map(str, legal)), fixes)
 
 
@@ -45,7 +36,7 @@ def head_dim_is_even(c: Any) -> Problem | None:
         return None
     message = f"is {dim}, which gives model.num_heads={heads} heads a width of {dim / heads:g}"
     allowed = f"a multiple of 2*num_heads = {unit}, or model.head_dim given and even"
-    return problem("model.dim", message, allowed, settings("model.dim", multiples_around(dim, unit)))
+    return problem("model.dim", message, allowed, offer_multiples("model.dim", dim, unit))
 
 
 @rule("model.rope_scaling")

@@ -6,14 +6,13 @@ from dataclasses import fields
 from typing import Any
 
 from titanyaml.config.decoder_shape import DecoderShape
-from titanyaml.config.rules.view import Rule, divisors, nearest_numbers, problem, rule_decorator, settings
+from titanyaml.config.rules.view import RuleTable, divisors, offer_nearest, problem
 from titanyaml.config.scalar_types import spell
 from titanyaml.config.schema import MoE
 from titanyaml.config.world import resolve_degree
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 
 @rule("model.moe")
@@ -48,7 +47,7 @@ def groups_divide_experts(c: Any) -> Problem | None:
         return None
     legal = divisors(experts)
     message = f"is {groups}, which does not divide model.moe.num_experts={experts}"
-    fixes = settings("model.moe.num_groups", nearest_numbers(groups, legal))
+    fixes = offer_nearest("model.moe.num_groups", groups, legal)
     return problem("model.moe.num_groups", message, ", ".join(map(str, legal)), fixes)
 
 

@@ -6,11 +6,10 @@ import re
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.rules.view import Rule, problem, rule_decorator
+from titanyaml.config.rules.view import RuleTable, problem
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 _WHOLE_MASTER = "optim.master=float32"
 

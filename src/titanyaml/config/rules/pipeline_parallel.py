@@ -11,7 +11,7 @@ from typing import Any
 
 from titanyaml.config import schema
 from titanyaml.config.rules.hints import reset_nproc
-from titanyaml.config.rules.view import Rule, nearest_numbers, problem, rule_decorator, settings
+from titanyaml.config.rules.view import RuleTable, nearest_numbers, problem, settings
 from titanyaml.config.scalar_types import spell
 from titanyaml.config.schema_keys import keys_of
 from titanyaml.config.world import count_ranks, resolve_degree, resolve_token_degree
@@ -20,8 +20,7 @@ from titanyaml.pipeline_schedule import actions, stages
 from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
 from titanyaml.pipeline_schedule.validate import first_violation
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 _DEFAULTS = {name: key.default for name, key in keys_of(schema.Parallel).items() if name.startswith("pp_")}
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from titanyaml.config.rules.view import Rule, problem, rule_decorator, settings
+from titanyaml.config.rules.view import RuleTable, problem, settings
 from titanyaml.config.world import count_ranks
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 #: Sustained rates of bfloat16, none of which can be above the dense bf16 peak; float8 has twice that peak.
 _BF16_RATES = ("gemm_bf16_tflops", "flash_forward_tflops", "flash_backward_tflops")

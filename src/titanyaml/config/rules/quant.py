@@ -6,20 +6,13 @@ import math
 from typing import Any
 
 from titanyaml import machine
-from titanyaml.config.decoder_layers import (
-    ALIGNMENT,
-    check_filters,
-    linear_layers,
-    module_names,
-    reason_for_high_precision,
-)
+from titanyaml.config import decoder_layers
 from titanyaml.config.rules.hints import reset_nproc, with_resets
-from titanyaml.config.rules.view import Rule, multiples_around, nearest_numbers, problem, rule_decorator, settings
+from titanyaml.config.rules.view import RuleTable, multiples_around, nearest_numbers, problem, settings
 from titanyaml.config.world import has_gpu, only_shipped_plugins, resolve_degree
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 #: CUDA compute capability of the devices in conf/hardware.
 _DEVICES = {
@@ -171,8 +164,8 @@ def filter_fqns_name_modules(c: Any) -> Problem | None:
     # a plugin that does not ship may bring modules with other names: then the node checks them
     if not c.quant.filter_fqns or not only_shipped_plugins(c):
         return None
-    example = next(iter(linear_layers(c.model)))
-    return check_filters(c.quant.filter_fqns, module_names(c.model), example=example)
+    example = next(iter(decoder_layers.linear_layers(c.model)))
+    return decoder_layers.check_filters(c.quant.filter_fqns, decoder_layers.module_names(c.model), example=example)
 
 
 @rule("quant", "model", "parallel", "launch", "pipeline.plugins")
@@ -181,15 +174,17 @@ def quant_converts_a_layer(c: Any) -> Problem | None:
     if recipe == "none" or not tp or not only_shipped_plugins(c):
         return None
     # what a tp rank multiplies decides; one layer of each reason is named
-    sizes = {name: linear.local(tp) for name, linear in linear_layers(c.model).items()}
-    reasons = {reason_for_high_precision(c.quant, name, n, k, tp=tp): name for name, (k, n) in sizes.items()}
+    sizes = {name: linear.local(tp) for name, linear in decoder_layers.linear_layers(c.model).items()}
+    reasons = {
+        decoder_layers.reason_for_high_precision(c.quant, name, n, k, tp=tp): name for name, (k, n) in sizes.items()
+    }
     if "" in reasons:
         return None
     explained = "; ".join(f"{name}: {reason}" for reason, name in reasons.items())
     filters = ["quant.auto_filter_small_kn=false"] if c.quant.auto_filter_small_kn else []
     filters += ["quant.filter_fqns=[]"] if c.quant.filter_fqns else []
     # without the filters some layer is converted only if one has both dimensions aligned
-    unit = ALIGNMENT[recipe]
+    unit = decoder_layers.ALIGNMENT[recipe]
     is_aligned = any(n % unit == k % unit == 0 for k, n in sizes.values())
     unfiltered = " ".join(filters) if is_aligned else ""
     message = f"is {recipe}, but no layer can be converted: {explained}"
@@ -223,7 +218,7 @@ def tokens_are_aligned_for_float8(c: Any) -> Problem | None:
     recipe = c.quant.recipe
     if recipe in ("none", "float8_rowwise_with_gw_hp") or c.parallel.cp == 0:
         return None
-    unit = ALIGNMENT[recipe] * (resolve_degree(c, "cp") or 1)
+    unit = decoder_layers.ALIGNMENT[recipe] * (resolve_degree(c, "cp") or 1)
     batch, seq_len = c.train.local_batch, c.train.seq_len
     if batch * seq_len % unit == 0:
         return None

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from titanyaml.config.rules.hints import use_one_rank, with_resets
-from titanyaml.config.rules.view import Rule, problem, rule_decorator
+from titanyaml.config.rules.view import RuleTable, problem
 from titanyaml.config.world import count_ranks, has_plugin_for, is_node_on, resolve_degree
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 #: node: (class that ships, what the ranks of its axis share).
 _PLUGINS = {

@@ -51,7 +51,7 @@ _PARALLEL = (
     pipeline_parallel,
 )
 _RUN = (quant, optim, train, measure, data, planning)
-RULES: tuple[Rule, ...] = tuple(rule for topic in (*_MODEL, *_PARALLEL, *_RUN) for rule in topic.RULES)
+RULES: tuple[Rule, ...] = tuple(rule for topic in (*_MODEL, *_PARALLEL, *_RUN) for rule in topic.rule)
 
 
 def check_rules(cfg: DictConfig | dict[str, Any]) -> list[Problem]:

@@ -7,21 +7,11 @@ from operator import attrgetter
 from typing import Any
 
 from titanyaml.config.rules.hints import reset_nproc
-from titanyaml.config.rules.view import (
-    Rule,
-    divisors,
-    multiples_around,
-    nearest_numbers,
-    offer_first,
-    problem,
-    rule_decorator,
-    settings,
-)
+from titanyaml.config.rules.view import RuleTable, divisors, nearest_numbers, offer_first, offer_multiples, problem
 from titanyaml.config.world import resolve_degree
 from titanyaml.errors import Problem
 
-RULES: list[Rule] = []
-rule = rule_decorator(RULES)
+rule = RuleTable()
 
 #: Sizes of the model that tp ranks share, of which each is a dimension of a split weight.
 SPLIT_SIZES = ("model.num_heads", "model.num_kv_heads", "model.ffn_dim", "model.moe.shared_ffn_dim", "model.vocab_size")
@@ -32,7 +22,7 @@ def check_tp_divides(key: str, size: int, tp: int) -> Problem | None:
     if size % tp == 0:
         return None
     message = f"is {size}, which {tp} tensor-parallel ranks cannot share evenly"
-    return problem(key, message, f"multiples of parallel.tp={tp}", settings(key, multiples_around(size, tp)))
+    return problem(key, message, f"multiples of parallel.tp={tp}", offer_multiples(key, size, tp))
 
 
 def _check_size(c: Any, key: str) -> Problem | None:

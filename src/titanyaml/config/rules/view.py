@@ -53,17 +53,15 @@ class Rule:
     check: Check
 
 
-def rule_decorator(rules: list[Rule]) -> Callable[..., Callable[[Check], Check]]:
-    """A decorator that appends functions to ``rules``: ``@rule("train.seq_len", "model.max_seq_len")``."""
+class RuleTable(list[Rule]):
+    """The rules of one topic. As a decorator it appends functions: ``@rule("train.seq_len", "model.max_seq_len")``."""
 
-    def rule(*keys: str) -> Callable[[Check], Check]:
+    def __call__(self, *keys: str) -> Callable[[Check], Check]:
         def append(check: Check) -> Check:
-            rules.append(Rule(check.__name__, keys, check))
+            self.append(Rule(check.__name__, keys, check))
             return check
 
         return append
-
-    return rule
 
 
 def problem(key: str, message: str, allowed: str = "", *fixes: str, is_unread: bool = False) -> Problem:
@@ -76,10 +74,9 @@ def offer_first(refusal: Problem, *fixes: str) -> Problem:
     return replace(refusal, hint=" or ".join(filter(None, [*fixes, refusal.hint])))
 
 
-def multiples_around(value: int, unit: int) -> list[int]:
-    """The nearest positive multiples of ``unit`` below and above a value that is not one itself."""
-    below = value // unit * unit
-    return [number for number in (below, below + unit) if number > 0]
+def divisors(number: int) -> list[int]:
+    """The positive divisors of a positive number, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def nearest_numbers(value: int, legal: Iterable[int]) -> list[int]:
@@ -89,11 +86,22 @@ def nearest_numbers(value: int, legal: Iterable[int]) -> list[int]:
     return below + [number for number in ascending if number > value][:1]
 
 
-def divisors(number: int) -> list[int]:
-    """The positive divisors of a positive number, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def settings(key: str, values: Iterable[Any]) -> str:
     """Alternatives for one key: ``key=a or key=b``."""
     return " or ".join(f"{key}={value}" for value in values)
+
+
+def offer_nearest(key: str, value: int, legal: Iterable[int]) -> str:
+    """``settings`` of the nearest legal numbers."""
+    return settings(key, nearest_numbers(value, legal))
+
+
+def multiples_around(value: int, unit: int) -> list[int]:
+    """The nearest positive multiples of ``unit`` below and above a value that is not one itself."""
+    below = value // unit * unit
+    return [number for number in (below, below + unit) if number > 0]
+
+
+def offer_multiples(key: str, value: int, unit: int) -> str:
+    """``settings`` of the nearest positive multiples of ``unit``."""
+    return settings(key, multiples_around(value, unit))
