@@ -15,7 +15,7 @@ from titanyaml.planner.model import from_config, memory
 from titanyaml.planner.model.plan import plan_job
 from titanyaml.planner.search import choose_ac, fastest, space, variants
 from titanyaml.planner.search.space import Space
-from titanyaml.runner import search_progress
+from titanyaml.runner import planned_sweep
 
 SIXTEEN = ["hardware=h100_500w", "model=llama3_8b", "launch.nproc=16", "train.global_batch=32", "train.local_batch=1"]
 
@@ -159,8 +159,8 @@ def test_rules_asked_once_say_what_all_rules_say(configure) -> None:
 
 def test_progress_is_told_in_lines_now_and_then(configure, monkeypatch) -> None:
     out, clock = io.StringIO(), itertools.count(step=0.25)
-    monkeypatch.setattr(search_progress.time, "monotonic", lambda: next(clock))
-    with search_progress.ProgressLine(Console(file=out, width=80)) as progress:
+    monkeypatch.setattr(planned_sweep.time, "monotonic", lambda: next(clock))
+    with planned_sweep.ProgressLine(Console(file=out, width=80)) as progress:
         result = fastest.find_fastest(configure(*SIXTEEN), Space(axes={"pp": (1,), "cp": (1,)}), progress.show)
     lines, num_readings = out.getvalue().splitlines(), next(clock) / 0.25
     assert result.tried < num_readings and len(lines) == pytest.approx(num_readings * 0.25 / 5, rel=0.05)

@@ -28,8 +28,7 @@ log = logging.getLogger("titanyaml")
 def resolve(config: Config, env: Env) -> tuple[Config, AcChoice | None]:
     """``config`` with a concrete mode, and how it was chosen; ``config`` itself and None where ``ac.mode`` is not auto.
 
-    Raises:
-        ConfigError: nothing fits, or neither the device's memory nor ``ac.memory_gib`` is known.
+    Raises ConfigError where nothing fits, or neither the device's memory nor ``ac.memory_gib`` is known.
     """
     if config.ac.mode != "auto":
         return config, None
@@ -84,6 +83,5 @@ def _as_it_runs(config: Config, env: Env) -> Config:
     if config.hardware.memory_gib is not None:  # a check of another device than this CPU
         return config
     dtype = "float32" if config.train.compute_dtype == "auto" else config.train.compute_dtype
-    return replace(
-        config, kernels=replace(config.kernels, name="torch"), train=replace(config.train, compute_dtype=dtype)
-    )
+    kernels = replace(config.kernels, name="torch")
+    return replace(config, kernels=kernels, train=replace(config.train, compute_dtype=dtype))

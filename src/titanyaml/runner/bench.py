@@ -21,7 +21,6 @@ from torch.profiler import profile, schedule
 from titanyaml import ceilings, hardware, machine
 from titanyaml.config import dump
 from titanyaml.config.schema import Config
-from titanyaml.data.loader import accumulation
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.models import decoder
@@ -29,8 +28,8 @@ from titanyaml.pipeline.protocol import dtype_name
 from titanyaml.rundir import RunDir, atomic_write, utc_now
 from titanyaml.runner import bench_report, calibrate, setup
 from titanyaml.runner.breakdown import breakdown
+from titanyaml.runner.meter import StartupClock
 from titanyaml.runner.profiler import activities
-from titanyaml.runner.startup_clock import StartupClock
 from titanyaml.runner.train import Trainer, build_trainer
 
 if TYPE_CHECKING:
@@ -42,9 +41,7 @@ log = logging.getLogger("titanyaml")
 def bench(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     """Measure; write ``bench.json`` and the report ``<model>_<hardware>_<yyyymm>_<entity>.md``.
 
-    Returns:
-        ``metric`` = ``tps``: tokens per second per device, by the median step; ``step_s``, ``mfu``,
-        ``fraction_of_floor``.
+    Returns ``metric`` = ``tps`` (tokens/s per device, by the median step), ``step_s``, ``mfu``, ``fraction_of_floor``.
     """
     clock = StartupClock()
     if config.hardware.calibrate:
@@ -78,11 +75,8 @@ def bench(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
 def measure_ceilings(config: Config, env: Env) -> Ceilings:
     """What this device can do at the shapes of one rank's work. Every rank measures, since all would wait anyway."""
     dims, train = ParallelDims.resolve(config.parallel, env.world_size), config.train
-    model, global_batch = decoder.build(config.model), setup.global_batch(config, dims)
-    forwards = accumulation(global_batch=global_batch, local_batch=train.local_batch, data_degree=dims.data_degree)
-    work = ceilings.rank_work(
-        model, model.facts, dims, seq_len=train.seq_len, local_batch=train.local_batch, accumulation=forwards
-    )
+    model, batch = decoder.build(config.model), {"seq_len": train.seq_len, "local_batch": train.local_batch}
+    work = ceilings.rank_work(model, model.facts, dims, **batch, accumulation=setup.accumulation(config, dims))
     measured = ceilings.measure(work, device=env.device, dtype=setup.compute_dtype(config, env.device))
     if env.is_main:
         for precision in measured.precisions:

@@ -18,11 +18,7 @@ def file_name(result: dict[str, Any], *, entity: str) -> str:
 
 
 def text(config: Config, run: RunDir, result: dict[str, Any]) -> str:
-    """The report in Markdown.
-
-    Args:
-        result: the content of bench.json.
-    """
+    """The report in Markdown; ``result`` is the content of bench.json."""
     overrides = yaml.safe_load((run.path / "overrides.yaml").read_text())["overrides"]
     # in full: the command alone means something else with the next version's defaults
     resolved = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)

@@ -44,15 +44,11 @@ def classify(name: str) -> str:
 
 
 def breakdown(trace: profile, *, steps: int, wall_s: float, device: torch.device) -> dict[str, Any]:
-    """Milliseconds per step by class of kernel, and the largest kernels.
+    """Milliseconds per step by class, and the largest kernels, of a stopped ``trace`` of ``steps`` in ``wall_s``.
 
-    Args:
-        trace: a stopped profiler over ``steps`` steps that took ``wall_s`` together.
-
-    Returns:
-        ``ms``: class to time. ``communication`` is all of it, ``exposed_communication`` the part during which no other
-        kernel ran, ``idle`` the time without a kernel; all but ``communication`` add up to the step. ``step_ms``: of
-        the profiled steps, which the profiler itself slows down. ``top``: name, class, ms and calls.
+    ``ms``: class to time. ``communication`` is all of it, ``exposed_communication`` the part during which no other
+    kernel ran, ``idle`` the time without a kernel; all but ``communication`` add up to the step. ``step_ms``: of the
+    profiled steps, which the profiler itself slows down. ``top``: name, class, ms and calls.
     """
     spans = _device_spans(trace) if device.type == "cuda" else _host_spans(trace)
     updates = _updates(trace, device)
@@ -74,10 +70,7 @@ def breakdown(trace: profile, *, steps: int, wall_s: float, device: torch.device
     return {
         "ms": {kind: us / 1e3 / steps for kind, us in sums.items()},
         "step_ms": 1e3 * wall_s / steps,
-        "top": [
-            {"name": name[:120], "class": kind, "ms": us / 1e3 / steps, "calls": calls / steps}
-            for (name, kind), (us, calls) in top
-        ],
+        "top": [{"name": n[:120], "class": k, "ms": us / 1e3 / steps, "calls": c / steps} for (n, k), (us, c) in top],
     }
 
 
@@ -92,7 +85,6 @@ def _updates(trace: profile, device: torch.device) -> list[tuple[float, float]]:
 
 
 def _device_spans(trace: profile) -> list[Span]:
-    """Kernels and copies on the GPU."""
     return [
         Span(event.name, event.time_range.elapsed_us(), event.time_range.start, event.time_range.end)
         for event in trace.events()

@@ -33,8 +33,9 @@ from titanyaml.planner.model.cost import HALF_LENGTH
 from titanyaml.rundir import RunDir, atomic_write, utc_now
 
 log = logging.getLogger("titanyaml")
+_Call = Callable[[], Any]
 #: What is timed, by name.
-Calls = dict[str, Callable[[], Any]]
+Calls = dict[str, _Call]
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -110,7 +111,10 @@ def measure_rates(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     if device.type == "cuda":
         rates["memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / hardware.GIB, 1)
         rates["launch_us"] = _launch_us(device)
-    gemms, untyped = _gemms(sizes, device, "bf16"), _attention(sizes, device) | _copy(sizes, device)
+    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    untyped = _attention(sizes, device) | {"copy": lambda: target.copy_(source)}
+    gemms = _gemms(sizes, device, "bf16")
     seconds = time_in_turns(gemms | untyped, device, sizes)
     rates |= fit_gemm_rate(sizes, seconds, "bf16") | _attention_rates(sizes, seconds)
     bytes_per_s = 2 * sizes.copy_bytes / seconds["copy"]  # read and written
@@ -236,9 +240,7 @@ def _attention(sizes: Sizes, device: torch.device) -> Calls:
     return calls
 
 
-def _attention_calls(
-    backend: SDPBackend, size: tuple[int, int, int, int, int], device: torch.device
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _attention_calls(backend: SDPBackend, size: tuple[int, ...], device: torch.device) -> tuple[_Call, _Call]:
     batch, heads, key_heads, length, head_dim = size
     query, key, value = (
         torch.randn(batch, count, length, head_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -271,12 +273,6 @@ def _attention_rates(sizes: Sizes, seconds: dict[str, float]) -> dict[str, float
                     rate = times * flops / measured_s * (1 + half_length / length) / 1e12
                     rates.setdefault(f"{kernel}_{name}_tflops", []).append(rate)
     return {name: _round(statistics.fmean(values)) for name, values in rates.items()}
-
-
-def _copy(sizes: Sizes, device: torch.device) -> Calls:
-    source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return {"copy": lambda: target.copy_(source)}
 
 
 def _casts(sizes: Sizes, device: torch.device) -> Calls:

@@ -51,14 +51,12 @@ def check(config: Config, run: RunDir | None, env: Env) -> dict[str, Any]:
         console.print(choice.sentence(), highlight=False)
     facts, seq_len = ctx.facts, config.train.seq_len
     active = f" ({facts.num_active_params:,} active)" if facts.num_experts else ""
-    tokens = setup.global_batch(config, dims) * seq_len
-    console.print(
-        f"{config.model.name}: {facts.num_params:,} parameters{active}, "
-        f"{facts.flops_per_token(seq_len) / 1e9:,.2f} GFLOP per token at {seq_len} tokens; "
-        f"{tokens:,} tokens a step, accumulation {ctx.accumulation}; compute "
-        f"{dtype_name(ctx.compute_dtype)} on {env.device.type}, masters {run_report.master_format(config)}",
-        highlight=False,
-    )
+    model_size = f"{config.model.name}: {facts.num_params:,} parameters{active}"
+    flops = f"{facts.flops_per_token(seq_len) / 1e9:,.2f} GFLOP per token at {seq_len} tokens"
+    batch = f"{setup.global_batch(config, dims) * seq_len:,} tokens a step, accumulation {ctx.accumulation}"
+    compute = f"compute {dtype_name(ctx.compute_dtype)} on {env.device.type}"
+    masters = f"masters {run_report.master_format(config)}"
+    console.print(f"{model_size}, {flops}; {batch}; {compute}, {masters}", highlight=False)
     return {"world_size": world_size}
 
 

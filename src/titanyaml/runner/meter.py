@@ -1,4 +1,4 @@
-"""Clocks and counters behind a metrics record: throughput, utilisation, memory, time spent waiting for data."""
+"""Clocks and counters: a start by its parts, and the throughput, utilisation and memory of a metrics record."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from titanyaml import hardware
+from titanyaml import hardware, machine
 from titanyaml.config.schema import Config
 from titanyaml.distributed.env import Env
 from titanyaml.pipeline.protocol import Context
+
+#: Parts of a start, in their order. ``other``: optimizer, checkpoint, comparison of replicas, trackers.
+PARTS = ("import", "ceilings", "data", "build", "materialise", "other", "first_step")
 
 
 class Meter:
@@ -59,3 +62,32 @@ class Meter:
         record |= {"data_wait_s": self._wait_s / self._steps, "step_s": seconds}
         self._reset()
         return record
+
+
+class StartupClock:
+    """A stopwatch with laps: each ``lap`` books the time since the previous one under a part of the start.
+
+    ``import`` is the age of the process when this object is made: interpreter, libraries, joining the process group.
+    ``first_step`` includes compilation.
+    """
+
+    def __init__(self) -> None:
+        self.parts = {"import": machine.process_age_s()}
+        self._last_lap = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last lap under ``part``, one of PARTS; a part may have several laps."""
+        assert part in PARTS, part
+        lap_end = time.perf_counter()
+        self.parts[part] = self.parts.get(part, 0.0) + lap_end - self._last_lap
+        self._last_lap = lap_end
+
+    def record(self) -> dict[str, float]:
+        """Seconds by part, and ``total``."""
+        return {"total": sum(self.parts.values()), **{name: self.parts[name] for name in PARTS if name in self.parts}}
+
+    def sentence(self) -> str:
+        """One line for the log."""
+        (_, total), *parts = self.record().items()
+        listed = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in parts)
+        return f"first step done after {total:.1f} s: {listed}"

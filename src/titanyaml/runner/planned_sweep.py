@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from hydra.plugins.launcher import Launcher
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from titanyaml.config import degrees
 from titanyaml.config.hydra.compose_hook import Loader
@@ -31,7 +34,6 @@ from titanyaml.planner.search.fastest import NUM_BEST, RankedConfig, SearchResul
 from titanyaml.planner.search.space import Space
 from titanyaml.planner.search.variants import UNREAD
 from titanyaml.rundir import atomic_write
-from titanyaml.runner.search_progress import ProgressLine
 
 #: Dimension of a search by the group or key that is typed for it.
 _DIMENSIONS = {
@@ -53,6 +55,8 @@ _AXES = {f"parallel.{axis}": axis for axis in degrees.AXES}
 _DECIDED = ("parallel", "ac", "quant", "compile.async_tp", "launch.nproc", "train.local_batch", "train.global_batch")
 #: Beginnings of overrides that belong to the search, not to the command that runs what it found.
 _OF_SEARCH = ("runner=plan", "runner.", "run.", "hydra")
+#: Seconds between two plain lines of progress, and between two changes of a terminal's one line.
+_LINE_S, _CHANGE_S = 5.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,6 @@ class _Job:
 
     @property
     def overrides(self) -> list[str]:
-        """What composes it."""
         return [*self.base, *self.ranked.overrides.split()]
 
     def command(self) -> str:
@@ -96,8 +99,7 @@ class _Job:
 def run(arguments: Sequence[str], loader: Loader, launcher: Launcher, *, folder: Path, jobs: int) -> Any:
     """Search, print what was found, write the ten best to ``folder/search.json``, and launch the ``jobs`` fastest.
 
-    Raises:
-        ConfigError: a value that is wrong whatever is chosen, no number of ranks, or nothing that fits.
+    Raises ConfigError for a value that is wrong whatever is chosen, no number of ranks, or nothing that fits.
     """
     if not 1 <= jobs <= NUM_BEST:
         allowed = f"1 .. {NUM_BEST}, of the best that a search lists"
@@ -107,11 +109,13 @@ def run(arguments: Sequence[str], loader: Loader, launcher: Launcher, *, folder:
     _check_values(parsed, loader)
     all_jobs: list[_Job] = []
     total = SearchResult()
+    decided = {"parallel", "launch.nproc", "train.global_batch", *_AXES, *_DIMENSIONS}
     for base in typed.bases:
         config = _base_config(base, loader)
         with ProgressLine() as line:
             result = find_fastest(config, _space(typed, config), line.show)
-        all_jobs += [_Job(_without_decided(base), config, ranked) for ranked in result.best]
+        undecided = [text for text in base if text.lstrip("+").partition("=")[0] not in decided]
+        all_jobs += [_Job(undecided, config, ranked) for ranked in result.best]
         total.tried += result.tried
         total.legal += result.legal
         total.fitted += result.fitted
@@ -221,12 +225,6 @@ def _mesh(name: str) -> dict[str, int]:
     return {axis: mesh.get(axis, 1) for axis in degrees.AXES}
 
 
-def _without_decided(base: list[str]) -> list[str]:
-    """Overrides of a base that a job keeps beside what was decided for it."""
-    decided = {"parallel", "launch.nproc", "train.global_batch", *_AXES, *_DIMENSIONS}
-    return [text for text in base if text.lstrip("+").partition("=")[0] not in decided]
-
-
 def _nothing_found(total: SearchResult) -> ConfigError:
     if total.legal:
         return ConfigError(
@@ -262,3 +260,37 @@ def _print_table(records: list[dict[str, Any]], counts: dict[str, int]) -> None:
         # the one choice of a search that rounds gradients
         remark = "optim.master=split rounds reduced gradients to bfloat16; type optim.master=float32 to keep them"
         console.print(remark, highlight=False, soft_wrap=True)
+
+
+class ProgressLine:
+    """How far a search is, on standard error: one line that changes on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._status = Status("search", console=self._console) if self._console.is_terminal else None
+        self._begin = self._last_shown = time.monotonic()
+
+    def __enter__(self) -> ProgressLine:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._status:
+            self._status.stop()
+
+    def show(self, result: SearchResult) -> None:
+        """Print what the search is at, if the last time is long enough ago."""
+        seconds = time.monotonic()
+        # a search may call this thousands of times a second
+        if seconds - self._last_shown < (_CHANGE_S if self._status else _LINE_S):
+            return
+        self._last_shown = seconds
+        text = f"search, {seconds - self._begin:.0f} s, {result.phase}: {result.tried:,} tried, {result.fitted:,} fit"
+        if result.best:
+            first = result.best[0]
+            text += f", best so far {first.plan.tps:,.0f} tokens/s: {first.overrides}"
+        if self._status:
+            self._status.update(Text(text))
+        else:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)

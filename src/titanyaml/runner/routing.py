@@ -34,11 +34,8 @@ class Routing:
     def __init__(self, model: nn.Module, spec: MoE, facts: ModelFacts, *, mesh: DeviceMesh | None, env: Env) -> None:
         self.spec, self.env = spec, env
         modules = dict(model.named_modules())
-        names = [
-            f"{block}.{layout.router}"
-            for block, layout in zip(facts.blocks, facts.layouts, strict=True)
-            if layout.router
-        ]
+        layouts = zip(facts.blocks, facts.layouts, strict=True)
+        names = [f"{block}.{layout.router}" for block, layout in layouts if layout.router]
         #: of all blocks, so that ranks agree on their number; None: on another pipeline stage
         self.routers: list[Router | None] = [cast("Router | None", modules.get(name)) for name in names]
         #: of tp peers that hold the same sequences the first one counts
@@ -46,7 +43,7 @@ class Routing:
 
     def begin(self, tokens: int) -> None:
         """Weigh the balance loss, and clear what the last step left; the loss is divided by ``tokens``."""
-        for router in self._local_routers():
+        for router in filter(None, self.routers):
             router.gain.fill_(self.spec.balance_loss / max(tokens, 1))
             router.load_E.grad = router.balance.grad = None
 
@@ -81,6 +78,3 @@ class Routing:
         assert loads_E is not None and balance is not None, "a backward was run"
         counts_loads = self.is_counted or router.peers is not None
         return torch.cat((loads_E * counts_loads, balance.view(1) * self.is_counted))
-
-    def _local_routers(self) -> list[Router]:
-        return [router for router in self.routers if router is not None]

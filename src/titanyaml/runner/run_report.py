@@ -1,4 +1,4 @@
-"""The log lines at the start and the end of a run, and ``pipeline.json``."""
+"""What a run says of itself: log lines at its start and end, ``pipeline.json``, and ``plan`` in status.json."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titanyaml import hardware
 from titanyaml.config.rules.measure import bench_steps
 from titanyaml.config.schema import Config
 from titanyaml.data.packing import TokenData
 from titanyaml.data.stream import StreamData
 from titanyaml.data.windows import PackedData
 from titanyaml.distributed.env import Env
+from titanyaml.errors import ConfigError
 from titanyaml.optim import AdamW
 from titanyaml.pipeline import show
 from titanyaml.pipeline.protocol import Change, Context, dtype_name
+from titanyaml.planner.model import devices, from_config
+from titanyaml.planner.model.plan import plan_job
 from titanyaml.rundir import RunDir, atomic_write
 from titanyaml.runner.setup import Parts, build_loss, global_batch, uses_fused_optimizer
 
 log = logging.getLogger("titanyaml")
+#: Planned and measured figures are compared at this step: compilation, caches and clocks have settled.
+COMPARED_STEP = 20
 
 
 def start(config: Config, run: RunDir, env: Env, parts: Parts) -> None:
@@ -81,6 +87,23 @@ def add_verified(run: RunDir, changes: Sequence[tuple[str, Change]]) -> None:
         record = next(record for record in records if record["node"] == name)
         record["verified"] = {"summary": change.summary, "modules": change.modules, "skipped": change.skipped}
     atomic_write(path, json.dumps(records, indent=1) + "\n")
+
+
+def compare_with_plan(config: Config, env: Env, record: dict[str, Any]) -> dict[str, Any] | None:
+    """Planned and measured speed and memory (``record``: of metrics.jsonl); None where a device's rates are unknown."""
+    if env.device.type == "cpu":
+        return None  # also where hardware=... describes another device
+    device_rates, links = config.hardware, config.cluster
+    if device_rates.name == "auto" and device_rates.gemm_bf16_tflops is None:
+        device_rates, links = devices.shipped_device(hardware.detect(env.device) or "auto")
+    try:
+        expected = plan_job(from_config.job(config, hardware=device_rates, cluster=links))
+    except ConfigError:
+        return None
+    measured = {"tps": record["tps"], "step_s": record["step_s"], "memory_gib": record["mem_reserved_gib"]}
+    planned = {"tps": expected.tps, "step_s": expected.step.seconds, "memory_gib": expected.total_gib}
+    error = {name: planned[name] / measured[name] - 1 for name in planned}
+    return {"step": record["step"], "planned": planned, "measured": measured, "error": error}
 
 
 def finish(run: RunDir, result: dict[str, Any], *, saved: bool) -> None:

@@ -12,20 +12,15 @@ from titanyaml.errors import ConfigError, LaunchError
 from titanyaml.models.generate import generate
 from titanyaml.rundir import RunDir, atomic_write
 from titanyaml.runner import setup
-from titanyaml.runner.trained_model import adopt_trained, load_weights
+from titanyaml.runner.evaluate import adopt_trained, load_weights
 
 if TYPE_CHECKING:
     from titanyaml.models.decoder import Decoder
 
 
 def sample(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
-    """Continue ``runner.prompt`` with the checkpoint's model; print token by token, and write ``sample.txt``.
-
-    Raises:
-        LaunchError: more than one rank; the cache of keys and values is not sharded.
-        ConfigError: the prompt has no tokens, or prompt and new tokens exceed the model's context.
-    """
-    if env.world_size > 1:
+    """Continue ``runner.prompt`` with the checkpoint's model; print token by token, and write ``sample.txt``."""
+    if env.world_size > 1:  # the cache of keys and values is not sharded
         raise LaunchError("runner=sample runs on one rank", key="parallel", hint="parallel=single launch.nproc=1")
     config, path = adopt_trained(config, run)
     tokenizer = setup.build_tokenizer(config, env)

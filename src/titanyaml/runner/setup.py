@@ -10,7 +10,10 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +23,10 @@ from titanyaml import float8, optim
 from titanyaml.checkpoint import Checkpointer
 from titanyaml.config import degrees, dump
 from titanyaml.config.schema import Config
-from titanyaml.data.loader import Batches, accumulation
+from titanyaml.data import loader
+from titanyaml.data.loader import Batches
 from titanyaml.data.packing import TokenData
-from titanyaml.distributed import comm
+from titanyaml.distributed import comm, replica_checks
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.errors import ConfigError, DataError
@@ -38,11 +42,9 @@ from titanyaml.optim import AdamW
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.pipeline.protocol import Change, Context
 from titanyaml.rundir import RunDir
-from titanyaml.runner import training_state
-from titanyaml.runner.meter import Meter
+from titanyaml.runner.meter import Meter, StartupClock
 from titanyaml.runner.profiler import Profiler
 from titanyaml.runner.routing import Routing
-from titanyaml.runner.startup_clock import StartupClock
 from titanyaml.runner.train_step import TrainStep
 from titanyaml.tokenizer import Tokenizer
 
@@ -109,11 +111,11 @@ def build_all(config: Config, run: RunDir, env: Env, *, requested_config: Config
     # checkpoints carry the hash of what was typed: ac=auto may resolve otherwise on the devices of a resume
     checkpointer = build_checkpointer(requested_config, run, env)
     # before the batches: a checkpoint says where in the data they start
-    last_step, data_state = training_state.restore(config, built.model, optimizer, checkpointer)
+    last_step, data_state = restore(config, built.model, optimizer, checkpointer)
     if env.is_main:
         run.truncate_metrics(last_step)
     # after the checkpoint, so that what was loaded is compared too
-    training_state.check_ranks(config, built.model, optimizer, env, data_rank=built.data_rank)
+    check_ranks(config, built.model, optimizer, env, data_rank=built.data_rank)
     dims = built.context.dims
     batches = Batches(
         train_data,
@@ -152,15 +154,18 @@ def global_batch(config: Config, dims: ParallelDims) -> int:
     return degrees.global_batch(config, dataclasses.asdict(dims))
 
 
+def accumulation(config: Config, dims: ParallelDims) -> int:
+    """Forwards per optimizer step of one data rank."""
+    sequences, local_batch = global_batch(config, dims), config.train.local_batch
+    return loader.accumulation(global_batch=sequences, local_batch=local_batch, data_degree=dims.data_degree)
+
+
 def transform(
     config: Config, env: Env, dims: ParallelDims, *, mesh: DeviceMesh | None
 ) -> tuple[nn.Module, Context, pipeline.ResolvedPipeline, list[tuple[str, Change]]]:
     """Build the model on meta and run the pipeline over it: the same for a run, a check and a trace."""
     untransformed = decoder.build(config.model)
     dtype, train = compute_dtype(config, env.device), config.train
-    forwards = accumulation(
-        global_batch=global_batch(config, dims), local_batch=train.local_batch, data_degree=dims.data_degree
-    )
     ctx = Context(
         dims=dims,
         mesh=mesh,
@@ -171,7 +176,7 @@ def transform(
         facts=untransformed.facts,
         seq_len=train.seq_len,
         local_batch=train.local_batch,
-        accumulation=forwards,
+        accumulation=accumulation(config, dims),
         kernels=choose_kernels(config.kernels.name, device=env.device, dtype=dtype),
         log=log,
         expert_mesh=dims.build_experts(env.device.type) if mesh is not None else None,
@@ -183,11 +188,7 @@ def transform(
 
 
 def build_model(config: Config, env: Env, *, lap: Callable[[str], None] = lambda part: None) -> BuiltModel:
-    """Build the model on meta, transform it, and give it memory and first values; ``lap`` as of ``StartupClock``.
-
-    Raises:
-        ConfigError: ``optim.master=split``, and no parameter is stored in bfloat16.
-    """
+    """Build the model on meta, transform it, and give it memory and first values; ``lap`` as of ``StartupClock``."""
     dims = ParallelDims.resolve(config.parallel, env.world_size)
     mesh = dims.build(env.device.type) if env.world_size > 1 else None
     model, ctx, resolved, changes = transform(config, env, dims, mesh=mesh)
@@ -223,11 +224,7 @@ def rank0_first(env: Env, build: Callable[[], T]) -> T:
 
 
 def build_tokenizer(config: Config, env: Env) -> Tokenizer | None:
-    """The tokenizer, trained on the corpus where it has no file; None for synthetic tokens, which have no text.
-
-    Raises:
-        DataError: a file is missing or bad, or the vocabulary is larger than the model's.
-    """
+    """The tokenizer, trained on the corpus where it has no file; None for synthetic tokens, which have no text."""
     if config.data.kind == "synthetic":
         return None
     tokenizer = rank0_first(env, lambda: text_data.build_tokenizer(config.tokenizer, config.data))
@@ -242,18 +239,12 @@ def build_tokenizer(config: Config, env: Env) -> Tokenizer | None:
 
 def build_data(config: Config, env: Env, tokenizer: Tokenizer | None, *, split: str) -> TokenData:
     """The packed samples of ``split``: "train" or "validation"."""
-    seq_len, vocab_size = config.train.seq_len, config.model.vocab_size
-
-    def build() -> TokenData:
-        return text_data.build(
-            config.data, tokenizer=tokenizer, seq_len=seq_len, seed=config.run.seed, split=split, vocab_size=vocab_size
-        )
-
+    sizes = {"seq_len": config.train.seq_len, "vocab_size": config.model.vocab_size}
+    build = partial(text_data.build, config.data, tokenizer=tokenizer, seed=config.run.seed, split=split, **sizes)
     return rank0_first(env, build)
 
 
 def build_loss(config: Config, ctx: Context) -> CrossEntropy:
-    """The configured loss."""
     fused = ctx.kernels.fused
     # A fused chunk holds 2 bytes a logit, a plain one about 10. Longer chunks make fewer passes over the head's float32
     # gradient, so the fused loss affords 4096 tokens in less memory than a plain chunk of 1024.
@@ -308,11 +299,38 @@ def set_determinism(config: Config) -> None:
 
 
 def build_checkpointer(config: Config, run: RunDir, env: Env) -> Checkpointer:
-    """Reads and writes the checkpoints of ``run``."""
-    return Checkpointer(
-        run,
-        keep=config.checkpoint.keep,
-        config_hash=dump.config_hash(config),
-        env=env,
-        timeout_s=config.launch.startup_timeout_s,
-    )
+    keep, timeout_s = config.checkpoint.keep, config.launch.startup_timeout_s
+    return Checkpointer(run, keep=keep, config_hash=dump.config_hash(config), env=env, timeout_s=timeout_s)
+
+
+def checkpoint_state(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+    """The tensors of a checkpoint: full-precision weights, router biases and optimizer state."""
+    # split masters are joined into copies: after reading into those, ``optimizer.load`` splits them again
+    return {"model": optimizer.weights() | expert_biases(model), "optim": optimizer.state_tensors()}
+
+
+def restore(
+    config: Config, model: nn.Module, optimizer: AdamW, checkpointer: Checkpointer
+) -> tuple[int, dict[str, Any] | None]:
+    """Load the checkpoint that ``checkpoint.resume`` names; returns its step and ``Batches.state``, or 0 and None."""
+    resume = config.checkpoint.resume
+    if resume == "none":
+        return 0, None
+    path = checkpointer.latest() if resume == "auto" else checkpointer.find(Path(resume))
+    if path is None:
+        return 0, None
+    state = checkpoint_state(model, optimizer)  # read into in place, shard by shard
+    meta = checkpointer.load(path, state)
+    optimizer.load(state["model"])
+    return meta["step"], meta["data"]
+
+
+def check_ranks(config: Config, model: nn.Module, optimizer: AdamW, env: Env, *, data_rank: int) -> None:
+    """Refuse replicas of weights, buffers or optimizer state that differ, and data ranks that draw alike."""
+    # both would train on in silence; one pass over the weights costs less than a step
+    # a generator: the master of a split parameter is a copy, and one of them at a time is enough
+    masters = ((name, optimizer.master(name)) for name in optimizer.names)
+    states = optimizer.state_tensors().items()
+    moments = ((f"{name}.{kind}", tensor) for name, state in states for kind, tensor in state.items())
+    replica_checks.check_replicas_match(chain(masters, model.named_buffers(), moments), env)
+    replica_checks.check_random_streams(config.run.seed, data_rank, env)

@@ -59,12 +59,6 @@ class StepWork:
     flops: int = 0  # of GEMMs; attention is left out, since a CPU's is another program
     comm: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # (axis, op): [count, bytes of the whole]
 
-    def add_collective(self, axis: str, op: str, num_bytes: float) -> None:
-        """Count a collective."""
-        entry = self.comm.setdefault((axis, op), [0, 0])
-        entry[0] += 1
-        entry[1] += num_bytes
-
 
 class _WorkRecorder(TorchDispatchMode):
     """Records GEMMs and collectives of plain tensors; DTensors turn into those first."""
@@ -84,7 +78,9 @@ class _WorkRecorder(TorchDispatchMode):
             num_bytes = _whole_bytes(name, args)
             if num_bytes > 8:  # else it is the sum of a loss, which a plan does not list
                 axes = self.axes["exchanges" if name == "all_to_all_single" else func.namespace]
-                self.work.add_collective(axes[compat.group_name(args)], _COLLECTIVES[name], num_bytes)
+                entry = self.work.comm.setdefault((axes[compat.group_name(args)], _COLLECTIVES[name]), [0, 0])
+                entry[0] += 1
+                entry[1] += num_bytes
         elif name in ("mm", "addmm"):
             a_MK, b_KN = args[-2:]
             self.work.flops += 2 * a_MK.shape[0] * a_MK.shape[1] * b_KN.shape[1]
@@ -218,11 +214,8 @@ def reduce_config(config: Config) -> Config:
     nodes = small.pipeline.plugins
     if "pp" in nodes:
         nodes["pp"] = {**nodes["pp"], "stages": [], "first_less": None, "last_less": None}
-    nodes |= {
-        name: dataclasses.asdict(section)
-        for name, section in (("compile", small.compile), ("ac", small.ac), ("quant", small.quant))
-        if name in nodes
-    }
+    for name in {"compile", "ac", "quant"} & nodes.keys():
+        nodes[name] = dataclasses.asdict(getattr(small, name))
     if "async_tp" in nodes:
         nodes["async_tp"] = {**nodes["async_tp"], "enabled": False}
     return small

@@ -18,11 +18,10 @@ from titanyaml.optim.schedule import lr_at
 from titanyaml.pipeline import resolve as pipeline
 from titanyaml.planner.search.choose_ac import AcChoice
 from titanyaml.rundir import RunDir
-from titanyaml.runner import auto_ac, plan_vs_measured, run_report, setup
+from titanyaml.runner import auto_ac, run_report, setup
 from titanyaml.runner.evaluate import mean_loss
-from titanyaml.runner.startup_clock import StartupClock
+from titanyaml.runner.meter import StartupClock
 from titanyaml.runner.train_step import StepResult, valid_tokens
-from titanyaml.runner.training_state import checkpoint_state
 
 log = logging.getLogger("titanyaml")
 
@@ -30,11 +29,8 @@ log = logging.getLogger("titanyaml")
 def train(config: Config, run: RunDir, env: Env) -> dict[str, Any]:
     """Train ``config`` in ``run``, from its newest checkpoint or from step 0.
 
-    Returns:
-        ``metric`` (validation loss where there is one, else the last loss), ``loss``, ``validation_loss``, ``step``.
-
-    Raises:
-        NonFiniteError, DataError, CheckpointError, Preempted: see ``titanyaml.errors``.
+    Returns ``metric`` (validation loss where there is one, else the loss), ``loss``, ``validation_loss`` and ``step``.
+    Raises NonFiniteError, DataError, CheckpointError and Preempted (``titanyaml.errors``).
     """
     trainer = build_trainer(config, run, env)
     try:
@@ -162,36 +158,26 @@ class Trainer:
         self.last_record = {"loss": result.loss}  # what ``fit`` returns if no record is due
         if validation_loss is None and step % config.train.log_every and step != config.train.steps:
             return
-        record = {
-            "step": step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": lr,
-            **result.routing,
-            **self.meter.read(step),
-        }
+        record = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
+        record |= result.routing | self.meter.read(step)
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
         self.last_record = record
         if self.trackers is not None:
             self.trackers.log(record)
         # once: the plan is of the configuration, and does not change with the step
-        if self.env.is_main and step >= plan_vs_measured.FIRST_STEP and not self.plan_compared:
+        if self.env.is_main and step >= run_report.COMPARED_STEP and not self.plan_compared:
             self.plan_compared = True
-            if comparison := plan_vs_measured.compare(config, self.env, record):
+            if comparison := run_report.compare_with_plan(config, self.env, record):
                 self.run.write_status(plan=comparison)
 
     def _save(self) -> None:
         """Commit a checkpoint of this step, unless it is there already or saving is off."""
         if not self.config.checkpoint.enabled or self.checkpointer.is_saved(self.step):
             return
-        meta = {
-            "position": self.data_state["position"],
-            "data": self.data_state,
-            "seed": self.config.run.seed,
-            "mesh": asdict(self.built.context.dims),
-        }
-        self.checkpointer.save(self.step, checkpoint_state(self.built.model, self.optimizer), meta)
+        data, mesh = self.data_state, asdict(self.built.context.dims)
+        meta = {"position": data["position"], "data": data, "seed": self.config.run.seed, "mesh": mesh}
+        self.checkpointer.save(self.step, setup.checkpoint_state(self.built.model, self.optimizer), meta)
         if self.env.is_main:
             self.run.write_status(step=self.step)
 

@@ -72,13 +72,9 @@ class TrainStep:
     square_sum: Callable[[Sequence[Tensor]], Tensor] | None = None  # see ``norm.grad_norm``
 
     def __call__(self, batches: Sequence[Batch], *, tokens: int, lr: float) -> StepResult:
-        """Train on this rank's microbatches.
+        """Train on this rank's microbatches; ``tokens`` are the valid ones of all data ranks.
 
-        Args:
-            tokens: valid tokens of all data ranks in this step.
-
-        Raises:
-            NonFiniteError: loss or gradient norm is not finite; weights and moments are as before.
+        Raises NonFiniteError for a loss or gradient norm that is not finite; weights and moments are as before.
         """
         if self.routing is not None:
             self.routing.begin(tokens)

@@ -58,7 +58,6 @@ class AcChoice:
 
     @property
     def fits(self) -> bool:
-        """Whether any option does."""
         return any(option.fits for option in self.options)
 
     def sentence(self) -> str:
@@ -79,17 +78,13 @@ class AcChoice:
             "fits": self.fits,
             "limit_gib": self.limit.gib,
             "limit": self.limit.source,
-            "memory_gib": _gib(self.plan.memory),
+            "memory_gib": planned_gib(self.plan.memory),
             "options": [asdict(option) for option in self.options],
         }
 
 
 def memory_limit(config: Config, *, device_gib: float | None) -> MemoryLimit:
-    """``ac.memory_gib`` as typed, or what the device leaves to the allocator less RESERVE, if that is less.
-
-    Raises:
-        ConfigError: neither is known.
-    """
+    """The less of ``ac.memory_gib`` and what the device leaves to the allocator less RESERVE; an error without both."""
     # A typed figure is kept to the letter, so that one read off a table of plans can be typed as it stands; only the
     # device's own edge, where a plan must not be wrong, keeps the reserve.
     limits: list[MemoryLimit] = []
@@ -110,7 +105,7 @@ def choose(config: Config, job: Job, limit: MemoryLimit) -> AcChoice:
     blocks = set(job.shape.blocks)
     for ac in _sections(config, job, limit.gib):
         plan = plan_job(replace(job, ac=ac.mode, ac_every=ac.every, ac_budget=ac.budget, ac_keep=ac.keep_products))
-        gib, seconds = _gib(plan.memory), plan.step.seconds
+        gib, seconds = planned_gib(plan.memory), plan.step.seconds
         if ac.mode == "memory_budget" and not any(operators.recomputed(plan.job, block) for block in blocks):
             seconds = min(seconds, _BUDGET_TIME * planned[0][0].step_s)  # the first one planned is "none"
         planned.append((AcOption(override(ac), gib, seconds, gib <= limit.gib), ac, plan))
@@ -132,7 +127,7 @@ def refusal(choice: AcChoice, remedies: Sequence[Remedy]) -> ConfigError:
     """The error that nothing fits: the largest part, and changes of the choice after which it would."""
     planned = choice.plan.memory
     largest_part, size = max(planned.parts.items(), key=lambda part: part[1])
-    need = _gib(planned)
+    need = planned_gib(planned)
     # more devices are named only where nothing else helps
     on_these_devices = [remedy.typed for remedy in remedies if remedy.devices <= choice.plan.job.mesh.world_size]
     more_memory = f"ac.memory_gib={math.ceil(need)}" if choice.limit.source == "ac.memory_gib" else "more ranks"
@@ -178,7 +173,7 @@ def longest_period(job: Job, limit_gib: float) -> int | None:
     periods = _periods(job)  # memory falls along them: bisection finds the first that fits
 
     def fits(period: int) -> bool:
-        return not _exceeds(replace(job, ac="selective_layer", ac_every=period), limit_gib)
+        return planned_gib(memory.plan_memory(replace(job, ac="selective_layer", ac_every=period))) <= limit_gib
 
     index = bisect.bisect_left(periods, True, key=fits)
     return periods[index] if index < len(periods) else None
@@ -207,14 +202,11 @@ def _first_over(job: Job, limit_gib: float) -> int:
     """The fewest kept half blocks that do not fit, by bisection; one more than there are where all of them fit."""
 
     def exceeds(half_blocks: int) -> bool:
-        return _exceeds(replace(job, ac="selective_op", ac_keep=_share(job, half_blocks)), limit_gib)
+        recomputing = replace(job, ac="selective_op", ac_keep=_share(job, half_blocks))
+        return planned_gib(memory.plan_memory(recomputing)) > limit_gib
 
     return bisect.bisect_left(range(2 * job.shape.num_layers + 1), True, key=exceeds)
 
 
-def _exceeds(job: Job, limit_gib: float) -> bool:
-    return _gib(memory.plan_memory(job)) > limit_gib
-
-
-def _gib(planned: memory.Memory) -> float:
+def planned_gib(planned: memory.Memory) -> float:
     return planned.with_margin / memory.GIB

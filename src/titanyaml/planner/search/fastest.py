@@ -40,16 +40,11 @@ class RankedConfig:
 
     def record(self) -> dict[str, Any]:
         """For search.json."""
-        classes = self.plan.step.classes
+        plan, classes = self.plan, self.plan.step.classes
         longest = sorted(classes, key=lambda name: -classes[name])[:3]
-        why = ", ".join(f"{name} {100 * classes[name] / self.plan.step.seconds:.0f} %" for name in longest)
-        return {
-            "change": self.overrides,
-            "tps": self.plan.tps,
-            "mfu": self.plan.mfu,
-            "memory_gib": self.plan.total_gib,
-            "why": why,
-        }
+        why = ", ".join(f"{name} {100 * classes[name] / plan.step.seconds:.0f} %" for name in longest)
+        figures = {"tps": plan.tps, "mfu": plan.mfu, "memory_gib": plan.total_gib}
+        return {"change": self.overrides, **figures, "why": why}
 
 
 @dataclass
@@ -71,10 +66,7 @@ def find_fastest(config: Config, tried: Space, show_progress: Progress = lambda 
     """Plan candidates around ``config``, on its number of ranks, or that of the meshes that are given.
 
     A step has ``train.global_batch`` sequences, else ``train.local_batch`` for each rank. ``show_progress`` is called
-    with the result so far, thousands of times.
-
-    Raises:
-        ConfigError: the device, the links or the model are not known well enough.
+    with the result so far, thousands of times. Raises ConfigError where device, links or model are not known.
     """
     search = _Search(config, tried, show_progress)
     search.fine_passes(search.coarse_pass())
@@ -129,20 +121,17 @@ class _Search:
             if legal_values:
                 cells += self._fine_cells(cell, legal_values, fits=bool(fitting_in_cell))
             fitting += fitting_in_cell
-            self._time_lowest_bound(fitting_in_cell)
+            # time what has the lowest bound so far: a best one to show before all are sorted
+            for config in fitting_in_cell:
+                if config.least_seconds < self._lowest_bound:
+                    self._lowest_bound = config.least_seconds
+                    self._time(config)
         self.result.best = []  # they are timed again, in the order of their bounds
         for config in sorted(fitting, key=lambda config: config.least_seconds):
             if self._is_slower(config.least_seconds):
                 break
             self._time(config)
         return cells
-
-    def _time_lowest_bound(self, fitting: list[_LegalConfig]) -> None:
-        """Time what has the lowest bound so far, so that there is a best one to show before all are sorted."""
-        for config in fitting:
-            if config.least_seconds < self._lowest_bound:
-                self._lowest_bound = config.least_seconds
-                self._time(config)
 
     def _fine_cells(self, cell: Values, legal: list[Values], *, fits: bool) -> list[_Cell]:
         """What the fine passes try of a cell: it is ``legal`` with typed kernels, and ``fits`` or not with these."""
@@ -197,7 +186,7 @@ class _Search:
         job = self._job(values | {"ac.mode": "none"})
         limit = _limit_gib(job) * (1 - choose_ac.RESERVE)
         # ac=auto is refused for mixtures: none was measured
-        if job.shape.mixture or ("none" in self.space.ac and _gib(memory.plan_memory(job)) <= limit):
+        if job.shape.mixture or ("none" in self.space.ac and choose_ac.planned_gib(memory.plan_memory(job)) <= limit):
             return
         if "selective_op" in self.space.ac and self.space.keep_products is None:
             keeps_all = dataclasses.replace(job, ac="selective_op", ac_keep=1.0)
@@ -253,9 +242,5 @@ def _limit_gib(job: Job) -> float:
     return job.device.memory_gib - job.device.reserve_gib
 
 
-def _gib(planned: Memory) -> float:
-    return planned.with_margin / memory.GIB
-
-
 def _fits(job: Job, planned: Memory) -> bool:
-    return _gib(planned) <= _limit_gib(job)
+    return choose_ac.planned_gib(planned) <= _limit_gib(job)

@@ -78,7 +78,7 @@ def find_remedies(
     """
     if plan.fits and limit_gib is None:
         return Remedies([])
-    trials = _Trials(config, limit_gib or plan.limit_gib, hardware, cluster)
+    trials = _Trials(config, limit_gib or plan.limit_gib, hardware=hardware, cluster=cluster)
     levers = remedy_candidates.levers(config)
     trials.try_all(itertools.chain.from_iterable(levers))  # all of a kind: the mildest that fits is the cheapest
     pairs = (itertools.product(*two_kinds) for two_kinds in itertools.combinations(levers, 2))
@@ -103,21 +103,17 @@ def find_remedies(
 class _Trials:
     """Candidates that were planned: by sort those that fit, and the nearest of those that do not."""
 
-    def __init__(
-        self, config: Config, limit_gib: float, hardware: schema.Hardware | None, cluster: schema.Cluster | None
-    ) -> None:
+    def __init__(self, config: Config, limit_gib: float, **device: Any) -> None:
         self.config, self.limit = config, limit_gib * memory.GIB
-        self.hardware, self.cluster = hardware, cluster
+        self.device = device  # hardware and cluster, of ``from_config.job``
         self.fitting: dict[_Sort, list[tuple[str, Job, Memory]]] = {}
         self.nearest, self.over_bytes = "", math.inf
 
     @property
     def kinds(self) -> set[frozenset[str]]:
-        """Kinds of what fits."""
         return {kinds for kinds, _ in self.fitting}
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
-        """Plan each of them."""
         for candidate in candidates:
             self.fits(candidate)
 
@@ -143,7 +139,7 @@ class _Trials:
         config = _applied(self.config, candidate.values)
         if not candidate.values or table.check_rules(dataclasses.asdict(config)):
             return False
-        job = from_config.job(config, hardware=self.hardware, cluster=self.cluster)
+        job = from_config.job(config, **self.device)
         planned = memory.plan_memory(job)
         typed = " ".join(f"{key}={spell(value)}" for key, value in candidate.values.items())
         over_bytes = planned.with_margin - self.limit
@@ -158,18 +154,15 @@ class _Trials:
 
     def fastest(self, sort: _Sort, plan: Plan, number: int) -> list[Remedy]:
         """The ``number`` fastest of one sort, compared with ``plan``."""
+
+        def highest_tps(job: Job) -> float:
+            return job.tokens_per_step / job.mesh.world_size / step.least_seconds(job)
+
         # Timing is the slow part. So they are timed in the order of an upper bound of their speed, until none that is
         # left can be among the fastest.
-        bounded = sorted(
-            (
-                (job.tokens_per_step / job.mesh.world_size / step.least_seconds(job), typed, job, planned)
-                for typed, job, planned in self.fitting[sort]
-            ),
-            key=lambda entry: -entry[0],
-        )
         fastest: list[Remedy] = []
-        for highest_tps, typed, job, planned in bounded:
-            if len(fastest) == number and highest_tps <= fastest[-1].tps:
+        for typed, job, planned in sorted(self.fitting[sort], key=lambda entry: -highest_tps(entry[1])):
+            if len(fastest) == number and highest_tps(job) <= fastest[-1].tps:
                 break
             tps = Plan(job, step.plan_step(job), planned).tps
             fastest.append(Remedy(typed, tps, 1 - tps / plan.tps, job.mesh.world_size, tuple(sorted(sort[0]))))
@@ -191,13 +184,12 @@ def _combined(mesh: Candidate, changes: Iterable[Candidate]) -> Candidate:
 def _select(remedies: list[Remedy]) -> list[Remedy]:
     """The cheapest of different kinds: at most one on another mesh and one on more devices, unless too few are left."""
     remedies = sorted(remedies, key=_cost)
-    worthwhile = [
-        remedy
-        for remedy in remedies
-        if not any(
-            set(part.kinds) < set(remedy.kinds) and part.slowdown <= remedy.slowdown + _WORTH for part in remedies
-        )
-    ]
+
+    def is_worthwhile(remedy: Remedy) -> bool:
+        parts = [part for part in remedies if set(part.kinds) < set(remedy.kinds)]
+        return all(part.slowdown > remedy.slowdown + _WORTH for part in parts)
+
+    worthwhile = list(filter(is_worthwhile, remedies))
     # by what they change, from the strictest distinction to none: the first of each fills the list
     selected: dict[Any, Remedy] = {}
     for remedy in worthwhile:

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from titanyaml.config import degrees, schema, world
@@ -53,10 +54,11 @@ FREE_WEIGHTS = Candidate(frozenset({"weights"}), {"parallel.fsdp_reshard_after_f
 
 def levers(config: Config) -> list[list[Candidate]]:
     """Changes on the same mesh, by kind, within one from the least to the most memory that it spares."""
-    sizes = _degrees(config)
+    sizes, mode = _degrees(config), config.ac.mode
+    heavier_modes = _AC_MODES[_AC_MODES.index(mode) + 1 :] if mode in _AC_MODES else ("selective_op", "full")
     chunk_tokens = config.loss.chunk_tokens or 4096
     values_of_kind: dict[str, list[dict[str, Any]]] = {
-        "recompute": [_switched(config, "ac", mode=mode) for mode in _heavier_modes(config.ac.mode)],
+        "recompute": [_switched(config, "ac", mode=mode) for mode in heavier_modes],
         "batch": list(_smaller_batches(config, degrees.global_batch(config, sizes))),
         "moments": [_switched(config, "optim", name=name) for name in ("adamw_bf16", "adamw_8bit")],
         "weights": list(_fewer_whole_weights(config, sizes)),
@@ -101,11 +103,8 @@ def _degrees(config: Config) -> dict[str, int]:
 
 def _grown(sizes: dict[str, int], factor: int) -> Iterator[dict[str, int]]:
     # without its pipeline or replicas a mesh shards more: sometimes that is what makes room
-    undone = [
-        sizes | {axis: 1, "dp_shard": sizes["dp_shard"] * sizes[axis]}
-        for axis in ("pp", "dp_replicate")
-        if sizes[axis] > 1
-    ]
+    long_axes = [axis for axis in ("pp", "dp_replicate") if sizes[axis] > 1]
+    undone = [sizes | {axis: 1, "dp_shard": sizes["dp_shard"] * sizes[axis]} for axis in long_axes]
     for base in (sizes, *undone):
         yield from ({**base, axis: base[axis] * factor} for axis in _GROWING_AXES)
         for first, second in itertools.permutations(_GROWING_AXES, 2):
@@ -127,21 +126,13 @@ def _expert_degrees(config: Config, sizes: dict[str, int]) -> list[int]:
 
 def _candidate(config: Config, kinds: set[str], values: dict[str, Any]) -> Candidate:
     """Of these values those that differ from the configuration's."""
-
-    def differs(key: str, value: Any) -> bool:
-        section, name = key.split(".")
-        return bool(getattr(getattr(config, section), name) != value)
-
-    return Candidate(frozenset(kinds), {key: value for key, value in values.items() if differs(key, value)})
+    changed = {key: value for key, value in values.items() if attrgetter(key)(config) != value}
+    return Candidate(frozenset(kinds), changed)
 
 
 def _switched(config: Config, group: str, **changed: Any) -> dict[str, Any]:
     """Changed keys of a group, and the defaults of those that nothing reads after the change."""
     return {f"{group}.{name}": value for name, value in (changed | find_group_resets(config, group, **changed)).items()}
-
-
-def _heavier_modes(mode: str) -> tuple[str, ...]:
-    return _AC_MODES[_AC_MODES.index(mode) + 1 :] if mode in _AC_MODES else ("selective_op", "full")
 
 
 def _smaller_batches(config: Config, global_batch: int) -> Iterator[dict[str, Any]]:
@@ -165,10 +156,8 @@ def _on_mesh(
     config: Config, sizes: dict[str, int], kind: str, *, batch: int | None, extra: dict[str, Any] | None = None
 ) -> Iterator[Candidate]:
     """The mesh, if it is of a usual shape and divides the batch; unread keys of axes are set to their defaults."""
-    largest_tp = max(config.cluster.gpus_per_host, config.parallel.tp)
-    if sizes["tp"] > largest_tp or any(
-        sizes[axis] > max(longest, getattr(config.parallel, axis)) for axis, longest in LONGEST_AXES.items()
-    ):
+    longest_axes = {"tp": config.cluster.gpus_per_host, **LONGEST_AXES}
+    if any(sizes[axis] > max(longest, getattr(config.parallel, axis)) for axis, longest in longest_axes.items()):
         return
     defaults = {key: default_of(key) for axis, keys in _KEYS_OF_AXIS.items() if sizes[axis] == 1 for key in keys}
     values = defaults | {f"parallel.{axis}": sizes[axis] for axis in degrees.AXES} | (extra or {})

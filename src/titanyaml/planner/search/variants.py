@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from titanyaml.config import degrees
@@ -72,14 +73,13 @@ class Variants:
         words = [f"parallel={space.mesh_name(mesh)}", *(f"{key}={values[key]}" for key in _BATCH_KEYS)]
         words.append(f"ac={values['ac.mode']}")
         for key, value in (values | self._unread(values)).items():
-            name = key.partition(".")[2]
             default = default_of(key)
             is_unread = key == "parallel.pp_schedule" and mesh["pp"] == 1
-            is_in_words = key in (*_BATCH_KEYS, "ac.mode", "launch.nproc") or name in mesh
+            is_in_words = key in (*_BATCH_KEYS, "ac.mode", "launch.nproc") or key.partition(".")[2] in mesh
             if is_unread or is_in_words:
                 continue
             # a default is left out where the command has it anyway
-            if value != default or value != getattr(_section_of(self.base, key), name) or key in self.typed:
+            if value != default or value != attrgetter(key)(self.base) or key in self.typed:
                 words.append(f"{'quant' if key == 'quant.recipe' else key}={spell(value)}")
         return " ".join(words)
 
@@ -104,7 +104,7 @@ class Variants:
         """What a rule says of a variant: out of the tree of its answers, or asked."""
         answers = self._answers[rule.name]
         while answers.key:
-            value = getattr(_section_of(variant, answers.key), answers.key.partition(".")[2])
+            value = attrgetter(answers.key)(variant)
             branch = answers.branches.get(_hashable(value))
             if branch is None:
                 return self._ask(rule, variant)[1]
@@ -140,10 +140,6 @@ def default_of(key: str) -> Any:
     schema_key = find_key(key)
     assert schema_key is not None, key
     return schema_key.default
-
-
-def _section_of(config: Config, key: str) -> Any:
-    return getattr(config, key.partition(".")[0])
 
 
 def _hashable(value: Any) -> Any:

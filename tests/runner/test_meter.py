@@ -7,14 +7,14 @@ import time
 import pytest
 
 from titanyaml import machine
-from titanyaml.runner import startup_clock
+from titanyaml.runner import meter
 
 
 def test_laps_add_up(monkeypatch) -> None:
     monkeypatch.setattr(machine, "process_age_s", lambda: 2.0)
     clock = [10.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    laps = startup_clock.StartupClock()
+    laps = meter.StartupClock()
     for part, seconds in (("data", 1.0), ("materialise", 0.5), ("first_step", 20.0), ("data", 0.25)):
         clock[0] += seconds
         laps.lap(part)
