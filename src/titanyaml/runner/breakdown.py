@@ -70,7 +70,10 @@ def breakdown(trace: profile, *, steps: int, wall_s: float, device: torch.device
     return {
         "ms": {kind: us / 1e3 / steps for kind, us in sums.items()},
         "step_ms": 1e3 * wall_s / steps,
-        "top": [{"name": n[:120], "class": k, "ms": us / 1e3 / steps, "calls": c / steps} for (n, k), (us, c) in top],
+        "top": [
+            {"name": name[:120], "class": kind, "ms": us / 1e3 / steps, "calls": calls / steps}
+            for (name, kind), (us, calls) in top
+        ],
     }
 
 
