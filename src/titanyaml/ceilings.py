@@ -10,8 +10,6 @@ Shapes: M tokens, K input features, N output features of a linear layer; attenti
 size.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics

@@ -3,8 +3,6 @@
 A message says what is wrong and what the value is; ``key`` names the configuration key, ``hint`` what to type instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ torchao's training functions are not a public interface. Its import takes second
 these matmuls do not use.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """The device: its option in ``conf/hardware/``, its peak FLOP/s, its memory in use."""
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib import resources

@@ -1,7 +1,5 @@
 """Facts of this machine, without importing torch: cores, GPUs, versions, git state."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -7,8 +7,6 @@ stood still for ``STALE_S``. Each claim raises the generation. Ranks of an older
 by ``check_generation`` before they write a checkpoint.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

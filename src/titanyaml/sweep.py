@@ -5,8 +5,6 @@ how it went. So the same command with the same ``hydra.sweep.dir`` runs what is 
 anybody at any time.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import statistics

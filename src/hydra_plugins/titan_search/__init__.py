@@ -3,8 +3,6 @@
 Thin on purpose: Hydra takes sweepers from this namespace alone, and imports it whenever any Hydra program starts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The order of a save keeps a crash harmless: files into a temporary folder, to th
 manifest, the rename, and only then retention. From the first save on there is a complete checkpoint at every instant.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Which checkpoint to read: the newest one that is whole, or the one that was named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -14,8 +14,6 @@ every other file, and a SHA-256 of its own content: a flipped digit in the sampl
 a weight.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Ranks that act as one while a checkpoint is written or read: an error of one rank is raised on all."""
 
-from __future__ import annotations
-
 import errno
 import logging
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Names are paths, joined by "/": ``{"model": {"norm.weight": t}}`` is stored as `
 and read by PyTorch's distributed checkpoint (DCP): each rank its own shards, read on any mesh.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The configuration that a checkpoint was trained with, as far as the check of another run needs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

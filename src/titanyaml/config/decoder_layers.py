@@ -1,7 +1,5 @@
 """Names of the decoder's modules, without building it, and which of its linear layers are converted to float8."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Degrees of the device mesh: names such as ``hsdp2x4_tp8``, the derived -1, the product."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ new run in a new folder. Plugin nodes, or arguments of them, that refer to a gro
 override of the group still reaches the plugin. A ``defaults`` list on top brings the schema and Hydra's own settings.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

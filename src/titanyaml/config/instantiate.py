@@ -3,8 +3,6 @@
 Hydra refuses targets that start processes, read pickles or set attributes; that policy is left as it is.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``ac.keep_products``: how many of its matmul outputs each block keeps. The plugin and the planner both read it."""
 
-from __future__ import annotations
-
 #: Levels: a block keeps the outputs of none, of every second or of all of its matmuls.
 NONE, HALF, ALL = range(3)
 

@@ -5,8 +5,6 @@
 is refused, so that nothing the user typed is ignored.
 """
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Bytes of optimizer state per parameter, for the memory rule and the planner. No torch."""
 
-from __future__ import annotations
-
 #: Bytes of what turns a bf16 weight into a float32 master (``optim.master``): all of it, or its lower half.
 MASTER_BYTES = {"float32": 4, "split": 2}
 #: Bytes of both moments where they are narrower than the parameter. 8-bit: two codes, and factors of blocks of up to

@@ -1,7 +1,5 @@
 """Nodes of ``pipeline.plugins`` and the runner's target, checked without importing what they name."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

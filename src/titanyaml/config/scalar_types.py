@@ -1,7 +1,5 @@
 """Types of single values: conversion, how a value is typed, and its legal values in words."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

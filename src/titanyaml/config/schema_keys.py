@@ -1,7 +1,5 @@
 """The keys of the schema by name, and the nearest one to a wrong name."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import types

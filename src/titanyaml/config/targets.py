@@ -4,8 +4,6 @@ A wrong argument is then refused in the report of all problems, before ranks sta
 no proof: compiled modules, re-exports, decorated or inherited constructors. Those are checked when the object is built.
 """
 
-from __future__ import annotations
-
 import ast
 import symtable
 from collections.abc import Collection, Iterable, Iterator, Mapping

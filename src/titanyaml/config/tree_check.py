@@ -4,8 +4,6 @@ The tree may be untyped: types are checked and converted here. Integral floats (
 changes its type.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args, get_origin

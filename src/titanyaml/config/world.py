@@ -3,8 +3,6 @@
 ``c`` is a ``schema.Config`` or a ``rules.view.View`` of its values.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing here but ``loader`` imports torch.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from titanyaml.config import schema

@@ -1,7 +1,5 @@
 """The tokenised corpus on disk: one file of ids that every rank maps, made once."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Documents in files (plain text, JSON lines, Parquet, the Python standard library), and fingerprints of the files."""
 
-from __future__ import annotations
-
 import glob
 import gzip
 import hashlib

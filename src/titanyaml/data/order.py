@@ -4,8 +4,6 @@ The order is a function of (seed, epoch, index) and nothing else. A resumed run 
 ranks; there is no generator whose state would have to be saved, and no library whose next version could change it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from typing import TypeVar

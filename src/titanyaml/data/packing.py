@@ -1,7 +1,5 @@
 """Documents to windows of equal length: concatenated, then cut; no token is dropped or repeated."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From the configuration to documents: what they are, their fingerprint, and which are held out."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

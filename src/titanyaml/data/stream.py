@@ -1,7 +1,5 @@
 """A dataset read as a stream in its own order, packed on the fly, resumed exactly."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Samples in any order: windows over a split of a tokenised corpus, found in logarithmic time; or random tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

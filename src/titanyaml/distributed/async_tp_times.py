@@ -6,8 +6,6 @@ compiled. The slowest rank's time counts, every rank sees the same numbers, and 
 times for the next run.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Everything travels in host memory through gloo: no GPU stream has to wait, and f
 group must call, in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeVar, cast
 

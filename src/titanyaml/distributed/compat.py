@@ -4,8 +4,6 @@ What compilation, pipelines and async tensor parallelism use stands in other ``c
 take seconds to import.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Private API of Inductor: one fusion forbidden, one faster launch. Apart since Inductor takes seconds to import."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

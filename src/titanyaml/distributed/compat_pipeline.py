@@ -1,7 +1,5 @@
 """Private API of torch's pipelines: stages and schedules that run to the end with every tried release."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: B batch, N heads, S positions of a rank, T = W*S of all, H head size. W ranks.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

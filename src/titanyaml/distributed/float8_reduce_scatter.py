@@ -8,8 +8,6 @@ the sum of two slices took 0.2 ms a place and async TP lost with float8 (docs/de
 Shapes: B batch, S sequence, M = B*S tokens, K inner and N output features, R ranks, L = M/R tokens of a rank's slice.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ Graphs are those that Inductor gets after differentiation: aten operators and fu
 of a node is a fake tensor. Shapes: T tokens (B * S), K and N features of a matmul's left and right side.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """One gradient norm for every mesh: each logical parameter counts once, whatever mixture of shards holds it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

@@ -3,8 +3,6 @@
 A replica that differs in one bit trains on without an error, and so do data ranks that draw equal random numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

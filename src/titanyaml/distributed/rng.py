@@ -5,8 +5,6 @@ a stream may depend on: a parameter's name for initial weights, the epoch for th
 tp, cp or pp rank, which share activations) for dropout.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

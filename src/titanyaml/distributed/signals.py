@@ -1,7 +1,5 @@
 """SIGTERM and SIGINT as a flag that loops poll, so that neither cuts a step or a checkpoint in two."""
 
-from __future__ import annotations
-
 import signal
 from types import FrameType
 

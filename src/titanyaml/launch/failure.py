@@ -4,8 +4,6 @@ Each failing rank leaves ``errors/rank-<r>.json``. The launcher reports the firs
 that lost the peer they were communicating with.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import traceback

@@ -1,7 +1,5 @@
 """One job: from a typed configuration to a claimed run directory that says what will run, and its record afterwards."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

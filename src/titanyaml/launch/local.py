@@ -7,8 +7,6 @@ rank should end in seconds. It would bring torch (seconds, and hundreds of MB) i
 imports it. Its restarts are not needed: a run is repeated from its run directory.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

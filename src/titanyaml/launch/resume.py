@@ -5,8 +5,6 @@ where may change; what changes the mathematics may not, unless ``checkpoint.acce
 batches may change as long as a step still sees equally many sequences.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from titanyaml.config import dump

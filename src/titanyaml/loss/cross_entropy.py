@@ -8,8 +8,6 @@ Where the head's weight is sharded by vocabulary rows, each rank forms the logit
 Shapes: B batch, S sequence, N = B*S tokens, C tokens of a chunk, D model width, V vocabulary rows on this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The sum is kept in two tensors of half the rows, and rounded into the memory of the first.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Inputs and gradient buffers of one call of the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Between its GEMMs a chunk is ``chunk_loss``, which may be compiled. Shapes as in ``cross_entropy.py``.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NoReturn

@@ -3,8 +3,6 @@
 Shapes as in ``cross_entropy.py``; K buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain, pairwise
 

@@ -3,8 +3,6 @@
 Shapes as in ``cross_entropy.py``. Callers reach these functions through the module, so that tests can replace them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

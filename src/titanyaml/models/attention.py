@@ -4,8 +4,6 @@ Shapes: B batch, S sequence, T attended positions, D model width, N query heads,
 P = H/2 rotary frequencies.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

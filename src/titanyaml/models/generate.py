@@ -1,7 +1,5 @@
 """Autoregressive generation with a key/value cache."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 
 import torch

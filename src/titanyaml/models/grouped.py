@@ -3,8 +3,6 @@
 Shapes: M rows, sorted by group; E groups; I, O features in and out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Architectures: ``LlamaForCausalLM``, ``Qwen3ForCausalLM``, ``MixtralForCausalLM`
 ``Llama4ForCausalLM`` (the text model). ``hf_config.py`` writes config.json, ``hf_layout.py`` converts layouts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """The ``config.json`` of a Hugging Face checkpoint, and which models each architecture can express."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

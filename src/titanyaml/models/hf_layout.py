@@ -5,8 +5,6 @@ itself, Llama 4 stores gate and up as one tensor, and its rotary embedding rotat
 rotates channels half a head apart. Shapes: E experts, D model width, F inner width, H head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

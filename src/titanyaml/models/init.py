@@ -3,8 +3,6 @@
 Every value depends on seed and parameter name alone: not on the mesh, the order of construction or other parameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator

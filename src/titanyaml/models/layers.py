@@ -4,8 +4,6 @@ Shapes: B batch, S sequence, D model width, F feed-forward width, V vocabulary. 
 also where the tensor holds a shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

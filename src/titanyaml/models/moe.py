@@ -6,8 +6,6 @@ Shapes: B batch, S sequence, D model width, F inner width of an expert, E expert
 experts, N = B*S tokens, M = N*K (token, expert) pairs sorted by expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Facts that a model states about itself, so that plugins and the planner need not look inside it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from titanyaml.config.decoder_shape import training_flops_per_token

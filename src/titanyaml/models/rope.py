@@ -4,8 +4,6 @@ Rotate-half layout as in Hugging Face: channel i of a head rotates with channel 
 Shapes: B batch, S sequence, T table length, N heads, H head size, P = H/2 frequencies.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

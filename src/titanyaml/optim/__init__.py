@@ -1,7 +1,5 @@
 """Optimizers and learning-rate schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

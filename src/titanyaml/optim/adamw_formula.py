@@ -6,8 +6,6 @@
 Loshchilov and Hutter 2019, algorithm 2, with the bias corrections moved to scalars as in PyTorch.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

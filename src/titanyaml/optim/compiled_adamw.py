@@ -1,7 +1,5 @@
 """AdamW by torch.compile: clipping, update and rounding into the model in one graph for parameters of all shapes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NoReturn

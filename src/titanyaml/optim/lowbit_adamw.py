@@ -4,8 +4,6 @@ An update decodes the moments of one parameter, applies AdamW and encodes them a
 is one compiled graph, so float32 moments never reach memory.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

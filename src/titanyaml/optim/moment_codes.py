@@ -6,8 +6,6 @@ probability equal to the part that is cut off, it is right on average.
 Shapes: [n, b], n blocks of b neighbouring elements; block factors are [n, 1].
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

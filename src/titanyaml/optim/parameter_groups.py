@@ -1,7 +1,5 @@
 """Which parameters share a learning-rate factor and a weight decay."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The learning rate as a pure function of the step and the configuration: there is no state to go stale on resume."""
 
-from __future__ import annotations
-
 import math
 
 from titanyaml.config import schema

@@ -1,7 +1,5 @@
 """AdamW by our Triton kernel (``kernels.adamw``)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """One node of ``pipeline.plugins`` to one transform: find the class, check its arguments, build the object."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

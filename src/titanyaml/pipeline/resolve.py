@@ -1,7 +1,5 @@
 """The plugin pipeline: nodes of ``pipeline.plugins`` to ordered transforms, and a model to the transformed model."""
 
-from __future__ import annotations
-
 import dataclasses
 import graphlib
 import heapq

@@ -1,7 +1,5 @@
 """The plugin pipeline for people (tables) and for programs (records of ``pipeline.json``)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

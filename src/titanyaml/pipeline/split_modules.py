@@ -1,7 +1,5 @@
 """How tp, cp and ep change modules in place: only modules of a known class, under their old names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

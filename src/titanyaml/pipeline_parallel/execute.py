@@ -3,8 +3,6 @@
 Shapes: B batch, S sequence or this rank's slice of it, D model width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How the layers are partitioned into pipeline stages, in which order each rank runs its stages, and tables of both."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

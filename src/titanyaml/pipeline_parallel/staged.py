@@ -1,7 +1,5 @@
 """One pipeline rank's stages as a module, whose parameters keep the names that they have in the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

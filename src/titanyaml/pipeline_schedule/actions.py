@@ -5,8 +5,6 @@ A row is a rank; a cell is one action, empty where the rank waits. ``2F5``: stag
 ``(0F4;3B1)OVERLAP_F_B``: a forward and a backward whose transfers overlap.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Iterable, Sequence

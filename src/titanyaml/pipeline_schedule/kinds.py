@@ -1,7 +1,5 @@
 """The named schedules of torch.distributed.pipelining: where their stages lie, and how many microbatches they need."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """When each action of a schedule runs: the length of a step, and its bubble. Transfers take no time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """How many layers each pipeline stage gets: as configured, or so that the slowest stage is as fast as it can be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Whether ranks can follow a schedule to its end; if not, the first place where it breaks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ The block's ``forward`` is replaced in place, so that parameter names, hooks, ``
 module as before: no wrapper's name can get into a checkpoint.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable

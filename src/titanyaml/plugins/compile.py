@@ -1,7 +1,5 @@
 """torch.compile, in place: ``module.compile()`` changes how a module is called, not what it is called."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Sequence

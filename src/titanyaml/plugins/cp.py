@@ -5,8 +5,6 @@ and losses belong to the tokens that are there. Document numbers stay whole, sin
 elsewhere. Weights are whole on every rank; FSDP shards them over dp_shard*cp and sums their gradients.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

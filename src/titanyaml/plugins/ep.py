@@ -8,8 +8,6 @@ where is exchanged first, and read by the host. Gradients take the same way back
 Parameters become DTensors on the mesh of the experts; FSDP shards them over those ranks of it that hold the same ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

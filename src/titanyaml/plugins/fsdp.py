@@ -4,8 +4,6 @@ Every data rank has the sum of its own tokens' losses, divided by the number of 
 *summed* over the ranks, never averaged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any

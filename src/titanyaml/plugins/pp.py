@@ -3,8 +3,6 @@
 First of all plugins, on meta: what comes after sees this rank's blocks only, under their old names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

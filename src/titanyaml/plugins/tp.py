@@ -12,8 +12,6 @@ Router and experts of a mixture work token by token. They are whole on every ran
 the rank's own slice of the sequence: nothing is gathered for them. Splitting experts is the ep axis' work.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ config.yaml keeps ``auto``, so that a replay elsewhere decides anew. Its first l
 the choice.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A benchmark's report: who measured what on which machine, and everything that is needed to repeat it."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from typing import Any

@@ -3,8 +3,6 @@
 A kernel's name is all that a trace has of it. One that the compiler fused has one name, and so one class.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable

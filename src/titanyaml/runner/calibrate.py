@@ -4,8 +4,6 @@ All kernels of a round take turns, and are timed only after seconds of the same:
 training step, runs slower than one that does a GEMM now and then.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

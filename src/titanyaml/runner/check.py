@@ -4,8 +4,6 @@ The pipeline is the real one, applied to the model on meta under a fake process 
 row of the table is what the plugin did, not what it intends.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

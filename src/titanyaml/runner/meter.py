@@ -1,7 +1,5 @@
 """Clocks and counters: a start by its parts, and the throughput, utilisation and memory of a metrics record."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

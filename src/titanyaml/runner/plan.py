@@ -1,7 +1,5 @@
 """Memory, speed and cost of a run, on devices that need not be here (``runner=plan``). Imports no torch."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from typing import Any

@@ -3,8 +3,6 @@
 Files: ``<run>/profile/trace-step-<last step>-rank-<rank>.json.gz`` and ``memory-step-...-rank-<rank>.pickle``.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run says of itself: log lines at its start and end, ``pipeline.json``, and ``plan`` in status.json."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

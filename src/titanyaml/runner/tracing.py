@@ -9,8 +9,6 @@ covers one microbatch, or as many as fill a pipeline, on one rank of each pipeli
 to choose by, send equally many tokens to every rank.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Text to token ids: bytes, sentencepiece (given or trained on the corpus) and Hugging Face tokenizer.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Cache folders that are expensive to make: built by one process, seen by others only when complete."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

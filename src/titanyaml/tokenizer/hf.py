@@ -1,7 +1,5 @@
 """A tokenizer.json, read by the ``tokenizers`` library."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

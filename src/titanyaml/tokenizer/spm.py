@@ -1,7 +1,5 @@
 """A sentencepiece .model, given or trained on the corpus, once."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import itertools

@@ -3,8 +3,6 @@
 ``metrics.jsonl`` is the record and is written first; console and Aim mirror it and may fail without harm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

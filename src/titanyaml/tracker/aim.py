@@ -5,8 +5,6 @@ and the number of records that Aim lacks is reported at the end. Steps that only
 reached stay in Aim, while ``metrics.jsonl`` drops them.
 """
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import fcntl

@@ -1,7 +1,5 @@
 """The command line before Hydra reads it: flags anywhere, relative --config-path, errors in words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NoReturn
 

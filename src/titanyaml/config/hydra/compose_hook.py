@@ -5,8 +5,6 @@
 alone: its problems wait in ``problems_for`` until the task function asks for them and raises them.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os

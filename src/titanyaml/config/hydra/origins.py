@@ -1,7 +1,5 @@
 """Where a value came from: the override that was typed, or the line of a file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

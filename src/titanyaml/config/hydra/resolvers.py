@@ -1,7 +1,5 @@
 """OmegaConf resolvers of the configuration: ``${titan.min:...}`` and ``${titan.slug:...}``."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Sources of configuration besides ``conf/``: mesh names, ``experiments/``, third-party packages."""
 
-from __future__ import annotations
-
 import os
 import re
 from importlib import resources

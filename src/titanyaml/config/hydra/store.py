@@ -1,7 +1,5 @@
 """Makes the schema, the resolvers and the search path known to Hydra."""
 
-from __future__ import annotations
-
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals

@@ -1,7 +1,5 @@
 """Rules of activation checkpointing: some block is recomputed, and ``ac=auto`` can be decided."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from titanyaml import machine

@@ -1,7 +1,5 @@
 """Rules of async tensor parallelism: it overlaps the collectives of tp, in graphs that Inductor compiles."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

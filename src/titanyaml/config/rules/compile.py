@@ -1,7 +1,5 @@
 """Rules of compilation: something is left to compile, the backend exists, and CUDA graphs can be replayed."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Sequence
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """Rules of context parallelism: every rank gets an equal part of each sequence, and attention can look across."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules on text and its tokenizer, and on optional packages."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

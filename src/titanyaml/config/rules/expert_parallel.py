@@ -1,7 +1,5 @@
 """Rules of expert parallelism: ep ranks exist, hold equally many experts, and have tokens of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules of FSDP: options that need several data ranks, a GPU, or gradients that are final when they are reduced."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

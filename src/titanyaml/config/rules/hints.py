@@ -4,8 +4,6 @@ A key that nothing reads may not differ from its default (``tree_check``). So ``
 ``ac.every=3`` was typed: the hint has to be ``ac=none ac.every=2``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import is_dataclass
 from typing import Any

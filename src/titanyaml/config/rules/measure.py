@@ -1,7 +1,5 @@
 """Rules on what is measured: profiles, benchmarks and calibrations."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules on the mesh, the ranks and the batches and memory that they share."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

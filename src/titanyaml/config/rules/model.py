@@ -1,7 +1,5 @@
 """Rules on the sizes of the model, and on its blocks without rotary embedding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from titanyaml.config.rules.view import RuleTable, divisors, offer_multiples, offer_nearest, problem, settings

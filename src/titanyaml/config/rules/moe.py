@@ -1,7 +1,5 @@
 """Rules of mixtures of experts: some block is one, tokens find their experts, and the router learns."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

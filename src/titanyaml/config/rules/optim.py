@@ -1,7 +1,5 @@
 """Rules of the optimizer: narrow moments, split masters, patterns of parameter groups."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

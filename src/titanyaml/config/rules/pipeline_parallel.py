@@ -3,8 +3,6 @@
 The functions named ``check_...`` take plain values; the plugin (``plugins.pp``) calls them too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

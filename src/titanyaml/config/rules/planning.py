@@ -1,7 +1,5 @@
 """Rules of planning: a device and links whose rates are known and possible."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

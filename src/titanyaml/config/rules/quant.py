@@ -1,7 +1,5 @@
 """Rules of float8 and mxfp8 training: the device multiplies in it, some layer is converted, operands are aligned."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

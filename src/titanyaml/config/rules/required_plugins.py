@@ -4,8 +4,6 @@ Without it nothing fails: all tp or pp ranks would silently do the same work, cp
 ep ranks would hold all experts, and data ranks would each train a model of their own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from titanyaml.config.rules.hints import use_one_rank, with_resets

@@ -7,8 +7,6 @@ A constraint that a plugin repeats, because it can be built without this table, 
 values beside its rule; the plugin calls it with values of its own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from omegaconf import DictConfig

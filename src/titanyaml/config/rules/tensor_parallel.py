@@ -1,7 +1,5 @@
 """Rules of tensor parallelism: every rank gets an equal part of heads, features, vocabulary and sequence."""
 
-from __future__ import annotations
-
 import math
 from operator import attrgetter
 from typing import Any

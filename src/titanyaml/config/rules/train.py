@@ -1,7 +1,5 @@
 """Rules on the loop: schedule, kernels, dtypes, names of folders, what is read at the start."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

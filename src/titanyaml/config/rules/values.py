@@ -1,7 +1,5 @@
 """A value against the choices and bounds of its key, for the check of a tree and for plugins built directly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from titanyaml.config.scalar_types import describe

@@ -1,7 +1,5 @@
 """What a rule is, what it sees of a configuration, and how it spells a problem and the nearest legal values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

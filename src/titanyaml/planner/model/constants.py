@@ -6,8 +6,6 @@ Rates belong to a device (``conf/hardware``) and to links (``conf/cluster``). Of
 float8 and NVLink's rate are fitted too: twelve fitted numbers stand behind a plan.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

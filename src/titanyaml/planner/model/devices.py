@@ -1,7 +1,5 @@
 """Devices and networks of a plan, from configuration or from the shipped files by name."""
 
-from __future__ import annotations
-
 from importlib import resources
 from typing import Any
 

@@ -7,8 +7,6 @@ Loads are planned as even: every expert gets M*ep/E pairs, so that a rank receiv
 would be a number without a source.
 """
 
-from __future__ import annotations
-
 from titanyaml.planner.model.inputs import Job
 from titanyaml.planner.model.primitives import Collective, Gemm, MemoryPass, Operator
 

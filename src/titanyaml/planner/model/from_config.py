@@ -1,7 +1,5 @@
 """From a configuration to a job. No torch: a laptop without any of a run's libraries can plan it."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ in rounds: all microbatches of a round have their backward in the last stage bef
 So not everything peaks at once: while most forwards are in flight, the first stages have no gradients yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

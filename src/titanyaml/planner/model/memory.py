@@ -10,8 +10,6 @@ of many microbatches are not modelled.
 Symbols: d width of the residual stream, V vocabulary, b bytes of the compute dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -87,7 +85,7 @@ def _pipeline_parts(job: Job, saved: dict[BlockKind, float], *, rank: int) -> di
     output = 0.0 if job.software.loss_in_chunks else 2 * job.tokens * job.shape.vocab_size / job.mesh.tp
     saved_by_forward = sum(_saved_by_stage(job, saved, stage) for stage in stages) / len(stages)
     float8_weights = _saved_float8_weights(job, blocks)
-    backwards = [max(_block_backward(job, kind) for kind in set(stage.blocks)) for stage in stages]
+    backwards = [max(_block_backward(job, kind) for kind in dict.fromkeys(stage.blocks)) for stage in stages]
     unsharded = UnshardedOnPipelineRank(job, stages)
     fixed = states(job, stages)
     fixed |= {"allocator": _allocator_gib(job) * GIB, "stream buffers": stream_buffers(job, stages)}
@@ -173,7 +171,7 @@ def _allocator_gib(job: Job) -> float:
 
 def _saved_by_stage(job: Job, saved: dict[BlockKind, float], stage: PipelineStage) -> float:
     """Bytes that a stage saves of one microbatch."""
-    return job.tokens * sum(saved[kind] * stage.blocks.count(kind) for kind in set(stage.blocks))
+    return job.tokens * sum(saved[kind] * stage.blocks.count(kind) for kind in dict.fromkeys(stage.blocks))
 
 
 def _saved_float8_weights(job: Job, blocks: Sequence[BlockKind]) -> float:

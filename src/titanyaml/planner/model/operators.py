@@ -9,8 +9,6 @@ residual stream, q and k features of all query and of all key heads, f inner wid
 b bytes of the compute dtype. Matrices: wq, wk, wv, wo of attention; w1 gate, w3 up, w2 down of the feed-forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from titanyaml.config import kept_matmuls

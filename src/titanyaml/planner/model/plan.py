@@ -1,7 +1,5 @@
 """One plan: step time, memory, and how far off both may be."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -9,8 +9,6 @@ roots of norms (a few floats per head or token) are left out; the fitted constan
 The rules were read off traces of the real pipeline, and tests hold them against such traces within 2 %.
 """
 
-from __future__ import annotations
-
 from titanyaml.config import kept_matmuls
 from titanyaml.config.decoder_shape import BlockKind
 from titanyaml.planner.model import experts, operators

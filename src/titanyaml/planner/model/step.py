@@ -5,8 +5,6 @@ block's weights are gathered while one block runs. What stays exposed depends on
 ends of the model, which no closed form over all blocks would see. The rest multiplies.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

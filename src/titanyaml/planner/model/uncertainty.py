@@ -1,7 +1,5 @@
 """How far off planned tokens/s may be, and why. docs/planner.md has the errors behind the widths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from titanyaml.planner.model.inputs import Job

@@ -1,7 +1,5 @@
 """What a reviewer would say about a plan, each with what to do about it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

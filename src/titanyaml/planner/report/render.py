@@ -1,7 +1,5 @@
 """A plan for readers: tables on the console, plan.md with bars, timeline.json for ui.perfetto.dev."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from rich.console import Console

@@ -4,8 +4,6 @@ Every way is planned in full, time and memory; there are about a dozen. Where th
 those of an H200 stand in: only the order of the ways counts.
 """
 
-from __future__ import annotations
-
 import bisect
 import copy
 import math

@@ -8,8 +8,6 @@ The bounds leave nothing out: the result is that of timing everything on every c
 since a plan's step takes five times as long as its rules and memory.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

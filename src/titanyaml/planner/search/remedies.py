@@ -5,8 +5,6 @@ devices, alone and with the strongest of the others. Three changes are named, of
 fastest: whoever cannot change the mesh, or has no more devices, must find one too.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

@@ -4,8 +4,6 @@ A cell is everything but recomputation and float8 kernels. Those two are tried c
 where the cell can be among the fastest (``fastest.py``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
