@@ -19,8 +19,10 @@ from titanyaml.config.hydra import store
 
 def composed(*overrides: str) -> DictConfig:
     """The typed tree that ``hydra.compose`` gives for these overrides, unchecked, to be changed at will."""
-    groups = [override for override in overrides if not _sets_a_value(override)]
-    cfg = copy.deepcopy(_composed_groups(tuple(groups)))
+    groups = tuple(override for override in overrides if not _sets_a_value(override))
+    # what the group plugin offers depends on the packages that a test installs
+    compose_groups = _composed_groups.__wrapped__ if any("plugin" in group for group in groups) else _composed_groups
+    cfg = copy.deepcopy(compose_groups(groups))
     values = [override for override in overrides if _sets_a_value(override)]
     ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), cfg)
     return cfg

@@ -46,7 +46,10 @@ FLOORS = {
 NO_TORCH = {"errors", "machine", "pipeline_schedule", "config", "rundir", "planner", "sweep", "cli", "__main__"}
 
 #: Files that may use private API of other libraries, beside ``distributed/compat*.py``.
-PRIVATE_API_FILES = {"titanyaml.config.hydra.compose_hook", "titanyaml.config.hydra.arguments"}
+PRIVATE_API_FILES = {"titanyaml.config.hydra.compose_hook"}
+
+#: The only file that imports each of these libraries.
+SOLE_IMPORTERS = {"triton": "titanyaml.kernels.triton_support", "torchao": "titanyaml.float8"}
 
 
 def by_name(module) -> str:
@@ -105,6 +108,15 @@ def test_private_api_stays_in_its_files_with_the_versions_it_was_tried_with(modu
     is_compat = module.name.startswith("titanyaml.distributed.compat")
     assert is_compat or module.name in PRIVATE_API_FILES, facts.private_names(module)
     assert facts.tried_versions(module)
+
+
+@pytest.mark.parametrize(("library", "importer"), SOLE_IMPORTERS.items())
+def test_a_library_is_imported_by_one_file(library: str, importer: str) -> None:
+    def imports_it(module) -> bool:
+        by_statement = {name.split(".")[0] for name, _ in facts.imports(module.tree)}
+        return library in by_statement or f'"{library}.' in module.text  # float8.py imports by name, and late
+
+    assert [module.name for module in MODULES if imports_it(module)] == [importer]
 
 
 def test_the_page_of_facts_is_fresh() -> None:

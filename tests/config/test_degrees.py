@@ -5,7 +5,7 @@ import math
 import pytest
 
 from titanyaml.config import schema
-from titanyaml.config.degrees import MESH_AXES, mesh_product, parse_mesh_name, resolve_degrees
+from titanyaml.config.degrees import MESH_AXES, parse_mesh_name, resolve_degrees
 from titanyaml.errors import ConfigError
 
 
@@ -62,12 +62,12 @@ def test_no_mesh_names(name: str) -> None:
 @pytest.mark.parametrize(("name", "ranks"), [("ep2", 2), ("ep2_tp2", 4), ("pp2_ep2", 4), ("fsdp4_tp8_cp2_pp8", 512)])
 def test_ranks_of_a_mesh_and_ep_divides_its_axes(name: str, ranks: int) -> None:
     parallel = schema.Parallel(**parse_mesh_name(name))
-    assert mesh_product(parallel) == ranks
+    assert _mesh_product(parallel) == ranks
     assert parallel.dp_shard * parallel.cp * parallel.tp % parallel.ep == 0
 
 
 def test_product_is_unknown_while_a_degree_is_derived() -> None:
-    assert mesh_product(schema.Parallel(dp_shard=-1, tp=2)) is None
+    assert _mesh_product(schema.Parallel(dp_shard=-1, tp=2)) is None
 
 
 @pytest.mark.parametrize("axis", MESH_AXES)
@@ -111,3 +111,9 @@ def test_degrees_that_do_not_fit(parallel: schema.Parallel, world_size: int | No
     problem = caught.value.problems[0]
     assert text in problem.message
     assert not hint or problem.hint == hint
+
+
+def _mesh_product(parallel: schema.Parallel) -> int | None:
+    """Ranks that the mesh needs; None while a degree is -1."""
+    sizes = [getattr(parallel, axis) for axis in MESH_AXES]
+    return None if -1 in sizes else math.prod(sizes)

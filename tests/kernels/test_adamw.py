@@ -16,7 +16,7 @@ from titanyaml.kernels import adamw
 from titanyaml.kernels.adamw import Factors, adamw_
 from titanyaml.kernels.master_weights import join, split_master
 from titanyaml.optim import AdamW, build
-from titanyaml.optim.triton_adamw import TritonAdamW
+from titanyaml.optim.adamw_backends import TritonAdamW
 from titanyaml.runner.train_step import TrainStep
 
 SPEC = Optim(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

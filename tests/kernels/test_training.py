@@ -13,7 +13,7 @@ from titanyaml.config import dump
 from titanyaml.distributed.env import Env
 from titanyaml.distributed.mesh import ParallelDims
 from titanyaml.kernels import adamw, cross_entropy, kernel_choice
-from titanyaml.optim.triton_adamw import TritonAdamW
+from titanyaml.optim.adamw_backends import TritonAdamW
 from titanyaml.rundir import RunDir
 from titanyaml.runner import run_report
 from titanyaml.runner.train import Trainer, build_trainer

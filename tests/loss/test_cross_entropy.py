@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from titanyaml.distributed import compat_compile
 from titanyaml.errors import DataError
 from titanyaml.loss import IGNORE_INDEX, CrossEntropy, chunk_loss, chunked_cross_entropy
-from titanyaml.loss.head_gradient import HeadGradient
+from titanyaml.loss.task import HeadGradient
 
 VOCAB, DIM = 53, 16
 ALONE = ("", 0, 1)  # the operator's arguments for a weight that is whole

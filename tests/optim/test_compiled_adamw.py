@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.optim.test_adamw import LRS, SPEC, Toy, batch, masters_of
 from titanyaml.distributed import compat_compile
 from titanyaml.kernels.master_weights import split_master
-from titanyaml.optim import build, compiled_adamw
-from titanyaml.optim.compiled_adamw import CompiledAdamW
+from titanyaml.optim import adamw_backends, build
+from titanyaml.optim.adamw_backends import CompiledAdamW
 
 #: backend, dtype of the model, of the masters, whether the gradient is read as autograd leaves it, graphs.
 CASES = [
@@ -45,7 +45,7 @@ def test_updates_as_eager(backend: str, dtype: torch.dtype, master: torch.dtype 
             model(batch(step, dtype=dtype)).backward()
             optimizer.step(lr, clip=clip)
             optimizer.zero_grad()
-    assert compat_compile.count_graphs_of(compiled_adamw.update) == graphs
+    assert compat_compile.count_graphs_of(adamw_backends.update) == graphs
     for name in ours.names:
         compiled_state, eager_state = ours.state_tensors()[name], eager.state_tensors()[name]
         pairs: list[tuple[Tensor, Tensor]] = [(ours.master(name), eager.master(name))]

@@ -85,12 +85,6 @@ def meant_mesh_name(name: str) -> str:
     return meant if meant and parse_mesh_name(meant) is not None else ""
 
 
-def mesh_product(parallel: schema.Parallel) -> int | None:
-    """Ranks that the mesh needs; None while a degree is -1."""
-    sizes = [getattr(parallel, axis) for axis in MESH_AXES]
-    return None if -1 in sizes else math.prod(sizes)
-
-
 def global_batch(config: schema.Config, sizes: dict[str, int]) -> int:
     """Sequences per optimizer step over all ranks: ``train.global_batch``, or one forward of each data rank.
 

@@ -58,7 +58,6 @@ def measure(
     clock: Clock | None = None,
 ) -> dict[CollectivePlace, PlaceTimes]:
     """Times of each place: from the JSON file ``cache`` if it has all of them, else measured by ``clock``.
-
     All ranks of the job must call. ``batch``: sequences that the tokens belong to.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

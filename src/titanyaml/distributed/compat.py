@@ -145,7 +145,6 @@ def wait(tensor: Tensor) -> Tensor:
 
 def produce_and_exchange(produce: Callable[[int, Tensor], None], output: Tensor, group_name: str) -> None:
     """Fill ``output``, cut evenly along dimension 0, with the slices that the ranks produced for this one.
-
     ``produce`` writes a rank's slice to a tensor. Each travels over symmetric memory while the next is produced.
     """
     from torch.distributed import _symmetric_memory
@@ -169,7 +168,6 @@ def scaled_mm(
     out: Tensor | None = None,
 ) -> Tensor:
     """GEMM of float8 a [M, K] and b [K, N], times their inverse scales, which are [M, 1] and [1, N] or both 0-dim.
-
     ``fast_accum`` adds in the tensor core's short accumulator. The result has ``dtype``, and is written to ``out``.
     """
     options: dict[str, Any] = {"out_dtype": dtype, "use_fast_accum": fast_accum}

@@ -74,11 +74,8 @@ def fusions() -> Fusions:
 def fuse_collectives(
     group_name: str, kinds: tuple[str, ...], *, device_type: str, wins: dict[CollectivePlace, bool] | None = None
 ) -> None:
-    """From now on Inductor fuses a group's collectives with matmuls.
-
-    Args:
-        kinds: of "all_gather" and "reduce_scatter". device_type: "cpu" registers plain kernels of the fused operators.
-        wins: whether a measured place is faster fused; no other place is touched. None: all are fused.
+    """From now on Inductor fuses a group's collectives (``kinds``: "all_gather", "reduce_scatter") with matmuls.
+    ``device_type`` "cpu" registers plain kernels. ``wins``: whether a measured place is faster fused; None: fuse all.
     """
     required = ((module, name) for module, names in _REQUIRED_NAMES.items() for name in names)
     if missing := [f"{module.__name__}.{name}" for module, name in required if not hasattr(module, name)]:

@@ -32,7 +32,6 @@ class Env:
     @classmethod
     def from_environ(cls, device: str | None = None, *, environ: Mapping[str, str] = os.environ) -> Env:
         """Read RANK, WORLD_SIZE and LOCAL_RANK as torchrun and our launcher set them; all absent: one rank.
-
         ``device`` is "cpu" or "cuda"; None: the GPU where torch sees one. A LaunchError says what variables are missing
         or contradict each other, or that there are more ranks than GPUs here.
         """
@@ -68,7 +67,6 @@ def _read_rank_variables(environ: Mapping[str, str]) -> tuple[int, int, int]:
 
 def start(env: Env, *, timeout_s: float) -> None:
     """Select the device and, if there are several ranks, join the process group.
-
     ``timeout_s`` limits joining, and each collective until ``set_timeout``: until then ranks compile and read data.
     """
     if env.device.type == "cuda":

@@ -51,10 +51,8 @@ def block_places(
     tokens: int, dim: int, columns: Iterable[tuple[int, ...]], rows: Iterable[int], *, float8: bool = False
 ) -> list[CollectivePlace]:
     """The places of a block's forward and backward, sorted. ``tokens``: of all tp ranks. ``dim``: residual stream.
-
-    Args:
-        columns: output features on a rank of the matrices that read one gathered tensor: (q, k, v), (gate, up).
-        rows: input features on a rank of the matrices whose outputs are summed: o, down.
+    ``columns``: output features on a rank of the matrices that read one gathered tensor: (q, k, v), (gate, up).
+    ``rows``: input features on a rank of the matrices whose outputs are summed: o, down.
     """
     rows = list(rows)
     scatters = {CollectivePlace("reduce_scatter", tokens, inner, (dim,), float8) for inner in rows}

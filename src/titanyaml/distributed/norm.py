@@ -27,21 +27,17 @@ def grad_norm(
     stages: dist.ProcessGroup | None = None,
     square_sum: Callable[[Sequence[Tensor]], Tensor] | None = None,
 ) -> Tensor:
-    """Norm of all gradients as one vector.
+    """Norm of all gradients as one vector: 0-dim, float64 if any is, else float32; bit-equal on all ranks.
 
     Sharded axes of a DTensor are summed over, replicated ones are not; a pending sum (Partial) is carried out first.
     Plain tensors are taken to be equal on all ranks. All ranks of the meshes must call with the same tensors in the
     same order.
 
     Args:
-        tensors: gradients; an nn.Parameter stands for its gradient, and is left out if it has none.
-        grads: gradients by parameter, if they are not in ``.grad``.
+        tensors: gradients; an nn.Parameter stands for its gradient (from ``grads`` if given), left out if it has none.
         norm_type: 2.0, or ``inf`` for the largest absolute value.
         stages: ranks that hold different parameters (pipeline stages), over which is summed at the end.
         square_sum: sums the squares of this rank's tensors, in place of PyTorch's operators (not in float64).
-
-    Returns:
-        0-dim, float64 if any gradient is, else float32; bit-equal on all ranks of a mesh and of ``stages``.
     """
     assert norm_type in (2.0, float("inf")), norm_type
     shards: dict[_ShardAxes, list[Tensor]] = defaultdict(list)

@@ -14,7 +14,6 @@ SEED_BITS = 63  # torch.Generator takes a signed 64-bit seed
 
 def seed_for(seed: int, *names: str | int) -> int:
     """A seed in [0, 2**63): the same for the same arguments on every machine, unrelated for any others.
-
     ``"1"`` and ``1`` are different names, as are ``("a", "b")`` and ``("ab",)``.
     """
     parts = [f"{type(part).__name__}:{part}" for part in (int(seed), *names)]

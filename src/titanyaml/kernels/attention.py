@@ -51,7 +51,6 @@ def partial_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, kernel: AttentionKernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these keys contribute to the gradients of q [B, N, S, H], k and v [B, K, T, H].
-
     ``grad``, ``out`` [B, N, S, H] and ``lse`` [B, N, S] are those over all keys.
     """
     if kernel != "plain":
@@ -75,11 +74,8 @@ def partial_attention_backward(
 
 
 def merge_(out_BNSH: Tensor, lse_BNS: Tensor, part_BNSH: Tensor, part_lse_BNS: Tensor, *, fused: bool) -> None:
-    """Merge the second partial attention into the first, rounded to its dtypes.
-
-    Args:
-        out_BNSH, part_BNSH: any float dtype up to float32 and any strides, each head contiguous.
-        lse_BNS, part_lse_BNS: float32, any strides. fused: the Triton kernel, else plain PyTorch, also in float64.
+    """Merge the second partial attention into the first, rounded to its dtypes; ``fused``: not in float64.
+    Outputs: any float dtype up to float32, any strides, each head contiguous. lse: float32, any strides.
     """
     if not fused:
         merged_lse_BNS1 = torch.logaddexp(lse_BNS, part_lse_BNS).unsqueeze(-1)
@@ -118,7 +114,6 @@ def _repeat_heads(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, kernel: Attent
 
 
 def _sum_repeated(grad_BNTH: Tensor, like_BKTH: Tensor) -> Tensor:
-    """Sum the gradients of the copies of a key/value head."""
     if grad_BNTH.shape[1] == like_BKTH.shape[1]:
         return grad_BNTH
     return grad_BNTH.unflatten(1, (like_BKTH.shape[1], -1)).sum(2)

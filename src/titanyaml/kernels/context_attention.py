@@ -233,7 +233,6 @@ def _rows(q: Tensor, rank: int, size: int) -> tuple[list[int], list[int]]:
 
 
 def _by_rank(grads: _Pair, length: int) -> list[_Pair]:
-    """Gradients of keys and of values, rank by rank."""
     return list(zip(*(grad.split(length, dim=2) for grad in grads), strict=True))
 
 

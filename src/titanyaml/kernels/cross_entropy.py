@@ -43,7 +43,6 @@ def cross_entropy_(logits_CV: Tensor, labels_C: Tensor, *, ignore_index: int, gr
 
 def shard_log_sum_exps(logits_CV: Tensor, labels_C: Tensor, *, first: int) -> Tensor:
     """[2, C] in float32: log-sum-exp of a token's logits here, and its label's logit, 0 if another rank has it.
-
     ``logits_CV`` are those of the ids from ``first`` on, labels of the full vocabulary; else as ``cross_entropy_``.
     """
     tokens, columns = logits_CV.shape
@@ -59,7 +58,6 @@ def sharded_cross_entropy_(
     logits_CV: Tensor, labels_C: Tensor, parts_R2C: Tensor, *, first: int, vocab: int, ignore_index: int, gradient: bool
 ) -> Tensor:
     """``cross_entropy_`` of the columns from id ``first`` on: losses over all ``vocab`` ids, gradient of these logits.
-
     ``parts_R2C``: each rank's ``shard_log_sum_exps``, contiguous.
     """
     # from equal parts every rank computes the same losses, to the bit: they need no all-reduce

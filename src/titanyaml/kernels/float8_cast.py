@@ -110,7 +110,6 @@ def _plain_cast(x: Tensor, amax: Tensor, dtype: torch.dtype, power_of_2: bool) -
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """A contiguous tensor as [M, K]."""
     # as_strided makes a compiler write x to memory once. With any other view of a value that is not computed yet, every
     # kernel that reads it would get a copy of its own (Inductor, torch 2.11).
     columns = x.shape[-1]

@@ -46,11 +46,8 @@ _library.define("gathered_parts(Tensor weight) -> (Tensor, Tensor)")
 
 class Float8Shards:
     """The float8 copies of some tensors, and their inverse scales, in memory that is reused by every cast.
-
-    Args:
-        sources: contiguous, float32, not empty, of a multiple of 16 elements, on one device.
-        dtype: float32 or bfloat16: sources count as rounded to it, their amax included.
-        fused: the Triton kernels, else plain PyTorch.
+    Sources are contiguous, float32, not empty, of a multiple of 16 elements, on one device.
+    They count as rounded to ``dtype`` (float32 or bfloat16), their amax included.
     """
 
     def __init__(self, sources: Sequence[Tensor], *, dtype: torch.dtype, fused: bool) -> None:
@@ -257,7 +254,6 @@ def gathered_parts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_all_of(tensor: Tensor, view: Tensor) -> bool:
-    """Whether a view of the tensor is the tensor."""
     return view.is_contiguous() and (view.shape, view.storage_offset()) == (tensor.shape, tensor.storage_offset())
 
 

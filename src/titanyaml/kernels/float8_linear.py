@@ -106,7 +106,6 @@ def cast_operand(x: Tensor, options: Float8Options) -> Float8Operand:
 
 def gather_operand(x_BSK: Tensor, options: Float8Options, group: TensorGroup) -> Float8Operand:
     """The float8 copies of a sequence of which each rank holds a shard [B, S/size, K]: cast, then gathered; tensorwise.
-
     1 byte a number travels instead of 2. The gradients of the full sequence are summands.
     """
     # all ranks scale by the amax of the full sequence: the copies are, to the bit, those of the gathered sequence
@@ -142,11 +141,9 @@ class _GatherCopies(torch.autograd.Function):
 
 
 def float8_linear(x: Tensor | Float8Operand, w_NK: Tensor, options: Float8Options) -> Tensor:
-    """x w^T in x's dtype, with gradients.
-
-    Args:
-        x: [..., K], bfloat16 (on a CPU also float32). w_NK: of the same dtype, or gathered in float8 (tensorwise) for
-            it; no DTensor. On a GPU, K, N and the tokens divide by 16.
+    """x w^T in x's dtype, with gradients. x: [..., K], bfloat16 (on a CPU also float32).
+    w_NK: of the same dtype, or gathered in float8 (tensorwise) for it; no DTensor. On a GPU, K, N and the tokens divide
+    by 16.
     """
     outputs, inputs = w_NK.shape
     sources = AmaxSources.of(outputs=outputs, inputs=inputs, is_shared=isinstance(x, Float8Operand))

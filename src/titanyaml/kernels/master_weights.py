@@ -55,7 +55,6 @@ def split_master(value: Tensor, parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def full_precision(parameter: Tensor, master: Tensor | None) -> Tensor:
     """The value in full precision: the parameter or its float32 master, sharing memory, or a joined copy on the host.
-
     Saving and loading want host memory, and on the device the copies would be all weights a second time.
     """
     if not is_split(master):

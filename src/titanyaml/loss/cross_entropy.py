@@ -23,8 +23,7 @@ from titanyaml.distributed.tensor import TensorGroup, local
 from titanyaml.errors import DataError
 from titanyaml.kernels.multiply_by_scalar import multiply_by_scalar
 from titanyaml.loss import torch_chunks, triton_chunks
-from titanyaml.loss.head_gradient import HeadGradient
-from titanyaml.loss.task import LossTask
+from titanyaml.loss.task import HeadGradient, LossTask
 
 #: Label of a position that has no target.
 IGNORE_INDEX = -100
@@ -37,9 +36,7 @@ class CrossEntropy:
     """Sum of token losses (nats). The caller divides once by the number of valid tokens of all ranks.
 
     Args:
-        chunk_tokens: tokens whose logits exist at one time.
-        ignore_index: label of positions without a target.
-        fused: use the Triton kernels; they do not support float64.
+        chunk_tokens: tokens whose logits exist at one time. fused: use the Triton kernels; they do not support float64.
         compiled: torch.compile backend for what is between the GEMMs where ``fused`` is off; "" runs it eagerly.
     """
 
@@ -128,17 +125,11 @@ def chunked_cross_entropy(
     fused: bool = False,
     compiled: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss and the gradients of its sum in one pass over chunks of tokens.
+    """The loss, and its gradients by hidden_ND and weight_VD in their dtypes, in one pass over chunks of tokens.
 
-    Args:
-        group_name: process group over whose ``size`` ranks the weight's rows are sharded; "" where it is whole.
-
-    Returns:
-        The 0-dim sum, then its gradients by hidden_ND and weight_VD, each in their dtype. The weight's is accumulated
-        in float32 (float64) over the chunks. A gradient that is not needed is an empty tensor.
-
-    Raises:
-        DataError: see ``CrossEntropy.__call__``.
+    The weight's gradient is accumulated in float32 (float64) over the chunks. A gradient that is not needed is an empty
+    tensor. ``group_name``: process group over whose ``size`` ranks the weight's rows are sharded; "" where it is whole.
+    DataError: see ``CrossEntropy.__call__``.
     """
     if labels_N.device.type == "cpu" and not compat.is_fake(labels_N):
         _check_labels(labels_N.where(labels_N != ignore_index, 0), vocab_size=weight_VD.shape[0] * size)

@@ -20,11 +20,7 @@ _ChunkLoss = Callable[[Tensor, Tensor, Tensor, Tensor, str, torch.dtype | None],
 
 
 def sum_losses(task: LossTask, compiled: str) -> Tensor:
-    """Return the 0-dim sum of the losses and fill the gradient buffers of ``task``.
-
-    Args:
-        compiled: torch.compile backend for ``chunk_loss``; "" runs it eagerly.
-    """
+    """The 0-dim sum of the losses; fills the gradient buffers of ``task``. ``compiled``: as for ``CrossEntropy``."""
     hidden_ND, weight_VD, group = task.hidden_ND, task.weight_VD, task.group
     valid_N = task.labels_N != task.ignore_index
     # Ignored tokens look up row 0, which exists on every rank; their loss and gradients are masked afterwards.
@@ -66,13 +62,8 @@ def chunk_loss(
     grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum the losses of a chunk, and form their gradient by the logits: what is done between the GEMMs.
-
-    Args:
-        logits_CV: of this rank's rows, float32 or wider; may be overwritten.
-        labels_C1: row indices on this rank.
-        valid_C1: whether the token has a target.
-        owned_C1: whether its label's row is on this rank.
-        grad_dtype: dtype of the gradient; None: no gradient is needed.
+    logits_CV (float32 or wider, may be overwritten) and labels_C1 are of this rank's rows; valid_C1: the token has a
+    target; owned_C1: its label's row is here. ``grad_dtype``: of the gradient; None: it is not needed.
     """
     log_probs_CV = _log_softmax(logits_CV, group_name=group_name)
     # The caller has no other reference: without this, logits, log-probabilities and gradient would be alive together.

@@ -21,12 +21,8 @@ Mask = Tensor | BlockMask
 
 
 def document_mask(documents_BT: Tensor, rows_S: Tensor | None = None, *, dtype: torch.dtype = torch.float32) -> Mask:
-    """Mask that lets a query attend to keys of its own document that are not later.
-
-    Args:
-        documents_BT: int64 document of every position.
-        rows_S: positions of the queries; None: all.
-        dtype: of queries and keys.
+    """Mask for queries at the positions ``rows_S`` (None: all): they attend to keys of their own document, none later.
+    ``documents_BT``: int64 document of every position. ``dtype``: of queries and keys.
     """
     batch, length = documents_BT.shape
     if rows_S is None:
@@ -77,12 +73,7 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Causal attention in which N / K query heads share a key/value head (Ainslie et al. 2023, GQA).
-
-    Args:
-        spec: sizes, biases, norms of queries and keys.
-        rotary: rotate queries and keys by their positions.
-    """
+    """Causal attention in which N / K query heads share a key/value head (Ainslie et al. 2023, GQA)."""
 
     def __init__(self, spec: Model, *, rotary: bool = True) -> None:
         super().__init__()

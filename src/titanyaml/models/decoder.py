@@ -73,9 +73,7 @@ class TransformerBlock(nn.Module):
 
 class Decoder(nn.Module):
     """Token ids to logits, or to a loss. A pipeline stage is a decoder too, see ``part``.
-
-    Raises:
-        ConfigError: heads or channels of ``spec`` do not divide, or factors of ``rope_scaling`` are not in order.
+    A ConfigError says that heads or channels do not divide, or factors of ``rope_scaling`` are not in order.
     """
 
     embeds = heads = True  # whether this decoder starts with the embedding, and ends with final norm and head
@@ -99,12 +97,8 @@ class Decoder(nn.Module):
         self.facts = _facts(self)
 
     def part(self, blocks: Sequence[str], *, embeds: bool, heads: bool) -> Decoder:
-        """Make a decoder of consecutive blocks that shares its modules with this one; chained parts equal the whole.
-
-        Args:
-            blocks: names of the blocks, which they keep.
-            embeds: take token ids; else the residual stream.
-            heads: end with final norm and head; else return the residual stream.
+        """Make a decoder of consecutive ``blocks`` that shares modules with this one; chained parts equal the whole.
+        Without ``embeds`` it takes the residual stream; without ``heads`` (final norm and head) it returns it.
         """
         part = Decoder.__new__(Decoder)
         nn.Module.__init__(part)

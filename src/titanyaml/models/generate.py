@@ -25,12 +25,10 @@ def generate(
     """Continue the prompt ``tokens``, yielding each new id.
 
     Args:
-        max_new_tokens: largest number of new ids.
         temperature: 0 takes the most likely id (the lowest of equals); above, logits are divided by it and an id drawn.
         top_k: draw among this many most likely ids; None: among all.
         generator: source of the draws, on the model's device.
         stop_ids: ids that end the text; they are not yielded.
-
     Raises:
         ConfigError: the prompt is empty, or prompt and new tokens exceed ``model.max_seq_len``.
         DataError: a prompt id is outside the vocabulary.

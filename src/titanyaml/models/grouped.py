@@ -17,14 +17,8 @@ _ALIGNMENT = 16  # bytes; torch's grouped GEMM takes only rows that begin at mul
 
 
 def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Multiply each row of group e by ``weight_EOI[e]`` transposed.
-
-    Args:
-        x_MI: rows in the order of their groups, in the weight's dtype.
-        counts_E: int64 rows per group, some of which may be 0; their sum is M.
-
-    Returns:
-        [M, O] in x's dtype. Gradients of empty groups are zeros.
+    """Multiply each row of group e by ``weight_EOI[e]`` transposed: [M, O] in x's dtype, which is the weight's.
+    ``counts_E``: int64 rows per group, which may be 0; their sum is M. Gradients of empty groups are zeros.
     """
     # one kernel on a GPU in bfloat16; elsewhere a loop over the groups
     if kernel_supports(x_MI, weight_EOI):

@@ -29,10 +29,8 @@ _MOE_DEFAULTS = {"moe.scale": 1.0, "moe.num_groups": 1, "moe.bias_rate": 0.0}
 
 
 def hf_config(spec: Model) -> dict[str, Any]:
-    """The content of ``config.json``. Special token ids are null: only a tokenizer has them.
-
-    Raises:
-        ConfigError: the family's architecture cannot express ``spec``.
+    """The content of ``config.json``; ConfigError if the architecture cannot express ``spec``.
+    Special token ids are null: only a tokenizer has them.
     """
     if problems := _inexpressible(spec):
         raise ConfigError(problems)

@@ -36,14 +36,11 @@ def materialise(
     Args:
         model: a decoder on meta, transformed or not; parameters may be DTensors.
         device: where values are drawn. CPU and GPU draw different numbers.
-        param_dtype: dtype of master weights.
         storage: where parameters live, if not on ``device``.
         split: split the masters of bfloat16 parameters.
-
     Returns:
         Masters by name, placed as the parameter, of each parameter stored narrower than ``param_dtype``: the value in
         that dtype, or the remainder of a split one (``kernels.master_weights``).
-
     Raises:
         TitanError: nothing filled a parameter or buffer.
     """
@@ -85,7 +82,6 @@ def initial_std(name: str, spec: Model) -> float | None:
 
 
 def _has_rule(name: str, spec: Model) -> bool:
-    """Whether ``_initial_value`` covers the parameter."""
     return initial_std(name, spec) is not None or name.endswith(("norm.weight", ".bias"))
 
 
@@ -108,7 +104,6 @@ def _initial_value(name: str, parameter: Tensor, *, spec: Model, device: torch.d
 
 
 def _stacked_value(name: str, parameter: Tensor, *, std: float, device: torch.device, seed: int) -> Tensor:
-    """The value of stacked matrices [E, ...]."""
     # each expert has its own generator: a rank draws only its experts, and their number changes no value
     experts = range(parameter.shape[0])
     if isinstance(parameter, DTensor):
@@ -144,7 +139,6 @@ def _refuse_nan(named: list[tuple[str, Tensor]]) -> None:
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

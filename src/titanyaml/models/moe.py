@@ -78,11 +78,7 @@ class Router(nn.Module):
         self.gain = torch.zeros((), dtype=dtype, device=device)
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose experts.
-
-        Returns:
-            ids [B, S, K] int64, best first; weights [B, S, K] in float32 or wider; pairs per expert [E] int64.
-        """
+        """Ids [B, S, K] int64, best first; weights [B, S, K] in float32 or wider; pairs per expert [E] int64."""
         # float32 or wider: bfloat16 scores of similar experts would often tie, and their order decides the routing
         spec, wide = self.spec, at_least_float32(x_BSD.dtype)
         logits_BSE = F.linear(x_BSD.to(wide), self.matrix().to(wide))
@@ -117,10 +113,9 @@ class Router(nn.Module):
         return scores_BSE.topk(spec.top_k, dim=-1).indices
 
     def _balance(self, scores_BSE: Tensor, counts_BE: Tensor) -> Tensor:
-        """0-dim sum over tokens of their sequence's balance loss.
-
-        Per sequence sum_e f_e P_e, with f_e = E/(K S) * tokens sent to e and P_e = mean share of e in the tokens'
-        scores (DeepSeek-AI 2024, equations 17 to 20). It is 1 where loads are even.
+        """0-dim sum over tokens of their sequence's balance loss (DeepSeek-AI 2024, equations 17 to 20).
+        Per sequence sum_e f_e P_e, 1 where loads are even, with f_e = E/(K S) * tokens sent to e and P_e = mean share
+        of e in the tokens' scores.
         """
         spec, tokens = self.spec, scores_BSE.shape[1]
         shares_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).sum(1)
@@ -142,13 +137,8 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(spec.num_experts, ffn_dim, dim))
 
     def forward(self, x_BSD: Tensor, ids_BSK: Tensor, weights_BSK: Tensor, counts_E: Tensor) -> Tensor:
-        """Sum over a token's experts of weight * expert(x), or of expert(weight * x).
-
-        Args:
-            ids_BSK, weights_BSK, counts_E: results of ``Router.forward``.
-
-        Returns:
-            [N, 1, D]. It is not viewed as [B, S, D] here: FSDP's hooks on this module warn of views.
+        """Sum over a token's experts of weight * expert(x), or expert(weight * x); arguments from ``Router.forward``.
+        It is [N, 1, D], not viewed as [B, S, D] here: FSDP's hooks on this module warn of views.
         """
         x_ND, weights_NK = x_BSD.flatten(0, 1), weights_BSK.flatten(0, 1)
         # Sorted pair m is pair order_M[m] of [N, K]. Stable: pairs of an expert keep the order of their tokens, so that

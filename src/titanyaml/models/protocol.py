@@ -37,11 +37,7 @@ class ModelFacts:
         blocks: qualified names of the repeated blocks in order ("layers.0", ...); of a part only its own.
         embedding, head, final_norm: qualified names of these modules, "" where a part lacks them; ``head`` equals
             ``embedding`` where tied.
-        num_params: parameters of the model, a tied weight counted once.
-        num_active_params: those that one token meets.
-        num_embedding_params: of the input embedding.
-        tied: whether head and embedding share their weight.
-        layouts: one per block.
+        num_params: parameters of the model, a tied weight counted once; num_active_params: those one token meets.
         num_experts: of a mixture block; 0 where there is none.
     """
 

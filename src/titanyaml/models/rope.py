@@ -42,7 +42,6 @@ def tables(frequencies_P: Tensor, *, length: int, device: torch.device) -> tuple
 
 def temperatures(*, length: int, strength: float, floor: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Factors 1 + strength * log(1 + floor((position + 1) / floor)) on queries without rotary embedding, [T].
-
     They keep softmax sharp over long contexts (Llama 4; Nakanishi 2025, arXiv 2501.19399).
     """
     positions_T = torch.arange(1, length + 1, dtype=dtype, device=device)

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from titanyaml.config import schema
 from titanyaml.optim.adamw import AdamW as AdamW
 from titanyaml.optim.adamw import TrainedParameters
-from titanyaml.optim.compiled_adamw import CompiledAdamW
+from titanyaml.optim.adamw_backends import CompiledAdamW, TritonAdamW, kernel_supports
 from titanyaml.optim.lowbit_adamw import LowBitAdamW
-from titanyaml.optim.triton_adamw import TritonAdamW, kernel_supports
 
 
 def build(
@@ -24,17 +23,13 @@ def build(
     one_backward: bool = False,
     compiled: str = "",
 ) -> AdamW:
-    """Build the optimizer that ``spec`` describes.
+    """Build the optimizer that ``spec`` describes; ConfigError where a pattern of ``spec.groups`` has no effect.
 
     Args:
         named_params, masters, remote_params: see ``TrainedParameters``.
-        device: where the parameters are.
         fused: with ``spec.implementation=auto``, use our Triton kernel where it supports the parameters.
         one_backward: a step has a single backward pass, so gradients need no accumulation.
         compiled: torch.compile backend for the update; "" leaves it uncompiled.
-
-    Raises:
-        ConfigError: a pattern of ``spec.groups`` has no effect.
     """
     params = TrainedParameters.of(named_params, masters, remote_params or {})
     on_gpu = torch.device(device).type == "cuda"

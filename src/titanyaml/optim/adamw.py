@@ -113,10 +113,8 @@ class ParameterState:
 
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with torch's fused, foreach or single-tensor kernels.
-
-    Args:
-        implementation: ``fused``, ``foreach``, ``loop``, or ``kernel`` of the subclasses with their own update.
-        accumulates: add gradients of parameters with a master into a full-precision sum.
+    ``implementation`` is ``fused``, ``foreach``, ``loop``, or ``kernel`` of the subclasses with their own update;
+    ``accumulates`` adds gradients of parameters with a master into a full-precision sum.
     """
 
     def __init__(
@@ -154,11 +152,8 @@ class AdamW:
 
     def grads(self) -> list[Tensor]:
         """Gradients after all microbatches, in the order of ``names`` and placed like their weights.
-
-        Sums over microbatches are in full precision; a single microbatch's gradient may be in the stored dtype.
-
-        Raises:
-            TitanError: a parameter got no gradient: it would silently stay as it is, without even decay.
+        Their sums are in full precision; a single microbatch's gradient may be in the stored dtype. A TitanError says
+        that a parameter got no gradient: it would silently stay as it is, without even decay.
         """
         missing = [name for name, state in self._states.items() if state.grad is None]
         if missing:
@@ -267,18 +262,13 @@ class AdamW:
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Live state ``{name: {exp_avg, exp_avg_sq, step}}``; filling it in place restores the optimizer.
-
         Moments are like the weight, ``step`` is 0-dim float32 (exact to 2**24).
         """
         return {name: {**state.moments, "step": state.step} for name, state in self._states.items()}
 
 
 class PerParameterAdamW(AdamW):
-    """Base of updates that handle one parameter at a time: clipping, update and rounding into the model in one pass.
-
-    Args:
-        one_backward: a step has a single backward pass.
-    """
+    """Base of updates that handle one parameter at a time: clipping, update and rounding into the model in one pass."""
 
     def __init__(self, spec: schema.Optim, params: TrainedParameters, *, one_backward: bool) -> None:
         # After one backward pass a bfloat16 gradient is read as it is: a float32 copy would hold the same numbers.

@@ -23,11 +23,7 @@ _SEED_STRIDE = 0x9E3779B1  # Knuth's prime near 2^32 / golden ratio: seeds of su
 
 
 class LowBitAdamW(AdamW):
-    """``adamw_bf16`` (4 bytes of moments a weight) and ``adamw_8bit`` (2.1 bytes); float32 moments take 8.
-
-    Args:
-        compiled: run each update as one compiled graph.
-    """
+    """``adamw_bf16`` (4 bytes of moments a weight) and ``adamw_8bit`` (2.1 bytes); float32 moments take 8."""
 
     def __init__(self, spec: schema.Optim, params: TrainedParameters, *, compiled: bool) -> None:
         self.in_blocks = spec.name == "adamw_8bit"  # before super, which allocates the moments
@@ -74,12 +70,8 @@ class LowBitAdamW(AdamW):
 def update_bf16(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, factors: tuple[Tensor, ...], seed: Tensor
 ) -> None:
-    """Update one parameter in place.
-
-    Args:
-        weight, grad: float32. exp_avg, exp_avg_sq: bfloat16. All have one shape.
-        factors: ``adamw_formula.factor_tensors``.
-        seed: 0-dim int64 seed of the stochastic rounding.
+    """Update one parameter in place: weight and grad float32, moments bfloat16, all of one shape.
+    ``factors``: ``adamw_formula.factor_tensors``; ``seed``: 0-dim int64 seed of the stochastic rounding.
     """
     decoded = exp_avg.to(torch.float32), exp_avg_sq.to(torch.float32)
     new_exp_avg, new_exp_avg_sq = adamw_formula.adamw(weight, grad, *decoded, factors)

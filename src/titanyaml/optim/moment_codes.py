@@ -32,14 +32,8 @@ def to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def encode_signed(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode float32 as e4m3 (viewed as uint8) with one factor per block.
-
-    Args:
-        bits: 20 random bits per element.
-
-    Returns:
-        Codes [n, b] and factors [n, 1] with x = code * factor. Steps are 1/8 to 1/16 of the value, down to 2^-15 of
-        the block's largest.
+    """Codes [n, b] in e4m3 (viewed as uint8) and factors [n, 1] of float32 x = code * factor.
+    Steps are 1/8 to 1/16 of the value, down to 2^-15 of the block's largest. ``bits``: 20 random ones per element.
     """
     # the largest element of a block becomes e4m3's largest number: the whole range of the code is used
     factor = x.abs().amax(-1, keepdim=True) / E4M3_MAX
@@ -54,13 +48,8 @@ def decode_signed(codes: Tensor, factor: Tensor) -> Tensor:
 
 
 def encode_positive(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode float32 >= 0 as codes evenly spaced in log2 between a block's smallest and largest positive number.
-
-    Args:
-        bits: 12 random bits per element.
-
-    Returns:
-        Codes [n, b] (uint8), smallest and largest positive number [n, 1].
+    """Codes [n, b] (uint8) of float32 >= 0, and a block's smallest and largest positive number [n, 1].
+    Codes are evenly spaced in log2 between the two. ``bits``: 12 random ones per element.
     """
     # e4m3 would be too coarse for the second moment: it wastes a sign bit, and little of each step's value is new, so
     # that roundings add up over 1 / (1 - beta2) steps.

@@ -8,12 +8,8 @@ from titanyaml.errors import ConfigError
 
 def lr_at(spec: schema.Schedule, *, step: int, steps: int, lr: float) -> float:
     """Learning rate of ``step`` (from 1 to ``steps``): linear warm-up to the peak ``lr``, then ``spec.kind``.
-
     ``cosine`` (half a period) and ``linear`` fall to ``min_lr_ratio * lr`` at the last step; ``wsd`` stays at the peak
-    and falls linearly over the last ``decay_steps``; ``constant`` stays.
-
-    Raises:
-        ConfigError: warm-up and decay do not fit into ``steps``.
+    and falls linearly over the last ``decay_steps``; ``constant`` stays. ConfigError: warm-up and decay do not fit.
     """
     assert 1 <= step <= steps, f"step {step} of {steps}"
     decay_steps = spec.decay_steps if spec.kind == "wsd" else 0

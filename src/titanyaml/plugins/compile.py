@@ -16,7 +16,7 @@ from titanyaml.config.rules.values import check_values
 from titanyaml.config.rules.view import problem
 from titanyaml.distributed import compat_compile
 from titanyaml.errors import PipelineError, Problem
-from titanyaml.optim import compiled_adamw
+from titanyaml.optim import adamw_backends
 from titanyaml.pipeline.protocol import Change, Context
 
 #: CUDA graphs of a step: the first warms up, the second records, the third replays.
@@ -154,7 +154,7 @@ class Compile:
         if self.loss:
             graphs_of["compile.loss"] = compat_compile.count_graphs_of(loss.chunk_loss)
         if self.optimizer:
-            graphs_of["compile.optimizer"] = compat_compile.count_graphs_of(compiled_adamw.update)
+            graphs_of["compile.optimizer"] = compat_compile.count_graphs_of(adamw_backends.update)
         switches = {key: f"{key}=false" for key, graphs in graphs_of.items() if not graphs}
         if not counts.graphs:
             switches = switches or {"compile.mode": "compile.mode=none"}

@@ -9,12 +9,133 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanyaml.config.keys import MAX_RANKS, MISSING, key
-from titanyaml.config.schema.data import Data, TokenizerConfig
 from titanyaml.config.schema.hardware import Cluster, Hardware
 from titanyaml.config.schema.model import Model
-from titanyaml.config.schema.parallel import Parallel
 from titanyaml.config.schema.plugins import ActivationCheckpointingConfig, CompileConfig, Pipeline, Quant
-from titanyaml.config.schema.profile import Profile
+from titanyaml.pipeline_schedule.kinds import SCHEDULE_KINDS
+
+_RESHARD = ["auto", "always", "never"]
+_CP_METHOD = (
+    "how queries meet keys of other ranks: gather all, pass them around (ring), trade sequence for heads (ulysses)"
+)
+
+
+def _degree(doc: str) -> Any:
+    # a resumed run may have another mesh as long as a step sees equally many sequences
+    return key(1, doc, low=-1, high=MAX_RANKS, resume="equal_batch")
+
+
+@dataclass
+class Parallel:
+    """Degrees of the device mesh. One of them may be -1: derived from the number of ranks."""
+
+    dp_replicate: int = _degree("copies of the sharded model (HSDP, DDP)")
+    dp_shard: int = _degree("ranks over which FSDP shards parameters, gradients and optimizer")
+    cp: int = _degree("ranks over which a sequence is split")
+    tp: int = _degree("ranks over which matrices are split")
+    pp: int = _degree("pipeline stages' ranks")
+    ep: int = _degree("ranks over which experts are split; reuses dp_shard*cp*tp")
+    # the backward pass begins with the last block, so that freeing its weights would gather them at once again
+    fsdp_reshard_after_forward: str = key(
+        "auto", "free gathered weights after a block's forward; auto: all but the last", choices=_RESHARD, resume="free"
+    )
+    fsdp_prefetch: int | None = key(
+        None, "blocks whose weights are gathered ahead; null: FSDP's own order, one as soon as it can", low=1
+    )
+    fsdp_cpu_offload: bool = key(False, "keep weights, gradients and optimizer state in host memory; needs a GPU")
+    fsdp_reuse_memory: bool = key(
+        False,
+        "put reduced gradients where the backward pass has freed activations; needs a GPU and one such pass a step",
+        resume="free",
+    )
+    cp_method: str = key("allgather", _CP_METHOD, choices=["allgather", "ring", "ulysses"])
+    # true: less memory for activations, and the same bytes sent
+    tp_sequence_parallel: bool = key(
+        True, "tp ranks hold a slice of the sequence between the split matrices; false: the whole of it"
+    )
+    pp_schedule: str = key("1F1B", "order of forwards and backwards on the pipeline", choices=list(SCHEDULE_KINDS))
+    pp_schedule_csv: str | None = key(
+        None, "file with a schedule of your own in place of pp_schedule: a row a rank, cells such as 0F0, 1B3, 1I3, 1W3"
+    )
+    # null, not 1: the fewest stages differ by schedule
+    pp_stages_per_rank: int | None = key(
+        None, "stages on a rank; null: 2 for schedules with several, else 1; a file brings its own", low=1
+    )
+    pp_stages: list[str] = key(
+        [], "layers of each stage, or the first layer of each (layers.0, ...); empty: stages of balanced cost"
+    )
+    pp_first_stage_less_layers: int | None = key(
+        None, "layers by which the first stage falls short of an even share; null: by cost", low=0
+    )
+    pp_last_stage_less_layers: int | None = key(
+        None, "layers by which the last stage falls short of an even share; null: by cost", low=0
+    )
+
+
+_SOURCE = "stdlib: the Python standard library's sources; files; hf: a Hugging Face dataset; synthetic: random tokens"
+_TEXT = ("kind", ["stdlib", "files", "hf"])
+_TRAINED, _FILE = ("kind", ["sentencepiece"]), ("kind", ["sentencepiece", "hf"])
+
+
+@dataclass
+class Data:
+    """Where text comes from."""
+
+    kind: str = key(MISSING, _SOURCE, choices=["stdlib", "files", "hf", "synthetic"])
+    paths: list[str] = key([], "text, .jsonl or .parquet files, folders or globs", when=("kind", ["files"]))
+    max_files: int | None = key(None, "use only the first files; null: all", low=1, when=("kind", ["stdlib", "files"]))
+    dataset: str | None = key(None, "dataset name on the hub, or a local folder of it", when=("kind", ["hf"]))
+    subset: str | None = key(None, "configuration name of the dataset", when=("kind", ["hf"]))
+    split: str = key("train", "split that is trained on", when=("kind", ["hf"]))
+    validation_split: str | None = key(None, "split for validation; null: held out of split", when=("kind", ["hf"]))
+    streaming: bool = key(False, "read the dataset as a stream, in its own order", when=("kind", ["hf"]))
+    revision: str | None = key(None, "git revision of the dataset", when=("kind", ["hf"]))
+    text_field: str = key("text", "field that holds the text", when=("kind", ["files", "hf"]))
+    validation_fraction: float = key(
+        0.02, "share of documents held out for validation, by a hash of their index", low=0, below=1, when=_TEXT
+    )
+    shuffle: bool = key(True, "permute the samples anew in every epoch; a stream has its own order and needs false")
+    # free: how far the loader reads ahead is not part of its position
+    prefetch: int = key(2, "batches prepared ahead by the loader's thread; 0: none", low=0, resume="free")
+    cache_dir: str = key(
+        "${oc.env:TITANYAML_CACHE,.cache/titanyaml}", "folder of tokenised corpora and tokenizers", resume="free"
+    )
+
+
+@dataclass
+class TokenizerConfig:
+    """How text becomes token ids."""
+
+    kind: str = key(MISSING, "bytes, sentencepiece, or hf (a tokenizer.json)", choices=["bytes", "sentencepiece", "hf"])
+    path: str | None = key(
+        None, "a .model or tokenizer.json; null (sentencepiece only): trained on the corpus, then cached", when=_FILE
+    )
+    vocab_size: int | None = key(None, "trained vocabulary (ids); null: as the file says", low=8, when=_TRAINED)
+    model_type: str = key("bpe", "sentencepiece algorithm", choices=["bpe", "unigram"], when=_TRAINED)
+    train_bytes: int = key(8_000_000, "text read to train the vocabulary (bytes)", low=1000, when=_TRAINED)
+    eos_token: str | None = key(None, "token that ends a document; null: as the file says", when=_FILE)
+
+
+_ON = ["trace", "memory", "both"]
+
+
+@dataclass
+class Profile:
+    """Traces and memory snapshots of chosen steps. A window is wait + warmup + active steps."""
+
+    kind: str = key("none", "trace: kernels over time; memory: CUDA allocations", choices=["none", *_ON])
+    # compilation and the allocator's growth lie in the first steps
+    wait: int = key(4, "steps of a window that are left alone", low=0, when=("kind", _ON))
+    warmup: int = key(1, "steps after them in which the profiler runs and records nothing", low=0, when=("kind", _ON))
+    active: int = key(2, "steps after these that are recorded, in one file per rank", low=1, when=("kind", _ON))
+    repeat: int = key(1, "windows; 0: as many as there are steps for", low=0, when=("kind", _ON))
+    ranks: list[int] = key([0], "ranks that record", when=("kind", _ON))
+    shapes: bool = key(False, "record the operators' input shapes", when=("kind", ["trace", "both"]))
+    stacks: bool = key(False, "record the Python lines that called them (slow)", when=("kind", ["trace", "both"]))
+    max_allocations: int = key(
+        200_000, "newest allocations and frees that a snapshot keeps", low=1, when=("kind", ["memory", "both"])
+    )
+
 
 _DTYPES = ["bfloat16", "float32", "float64"]
 _FALLING = ["cosine", "linear", "wsd"]
