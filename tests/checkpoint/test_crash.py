@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,7 +19,7 @@ def run(*args: str) -> list[dict]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0 and "child failed" not in result.stderr, result.stderr
@@ -29,14 +31,15 @@ def assert_whole(life: dict) -> None:
     assert not [name for name in life["after"] if name.startswith(".")], life
 
 
-def test_kill_at_random_instants(tmp_path: Path) -> None:
-    lives = run("random", str(tmp_path), "14")
-    assert len(lives) == 14
+@pytest.mark.parametrize("num_lives", [14, pytest.param(44, marks=pytest.mark.long)])
+def test_kill_at_random_instants(tmp_path: Path, num_lives: int) -> None:
+    lives = run("random", str(tmp_path), str(num_lives))
+    assert len(lives) == num_lives
     for life in lives:
         assert_whole(life)
         # nothing committed is lost; at most the save that was under way is there as well
         assert life["committed"] == 0 or life["committed"] <= life["step"] <= life["committed"] + 1, life
-    assert lives[-1]["step"] >= 14 and any(life["leftovers"] for life in lives), (
+    assert lives[-1]["step"] >= num_lives and any(life["leftovers"] for life in lives), (
         "no kill hit a save: the test is too slow"
     )
 
